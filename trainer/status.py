@@ -1,0 +1,353 @@
+"""The run directory: all that deploy/ and trainer/ tell each other.
+
+One run owns one directory, ``runs/<run-id>/``. Each file in it has one writer, appears by rename and is
+never edited in place, so a reader sees the whole old file or the whole new one:
+
+===================  =======================  =======================================================
+file                 written by               what
+===================  =======================  =======================================================
+run.json             deploy, before the start what was started: command, release, environment, who
+log/                 launch                   the exact bytes of the run, in segments named by offset
+launch.lock          launch                   a flock that is held exactly as long as the run lives
+launch.json          launch                   pids and attempt of a run in progress
+status/<rank>.json   each trainer process     its heartbeat
+metrics.jsonl        rank 0                   one line per logged step
+events/              rank 0                   TensorBoard event files
+request.json         deploy                   what is asked of a run in progress
+switch.json          switch                   the steps from the old run to this one
+exit.json            launch                   how it ended
+===================  =======================  =======================================================
+
+Standard library only and Python >= 3.9: this module also runs on hosts that have nothing installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional, Union
+
+SCHEMA = 1
+RUN_DIR_VARIABLE = "DRAFTHOUSE_RUN_DIR"
+ATTEMPT_VARIABLE = "DRAFTHOUSE_ATTEMPT"
+
+PHASES = ("starting", "loading", "compiling", "training", "checkpointing", "finishing")
+ACTIONS = ("checkpoint", "checkpoint-and-stop", "dump-stacks")
+REASONS = ("finished", "stopped", "failed")
+
+_RUN_ID = re.compile(r"^(\d{4,})-([A-Za-z0-9][A-Za-z0-9._-]*)$")
+_NAME = re.compile(r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")
+
+
+def valid_name(name: str) -> bool:
+    """Whether `name` may name an experiment: it becomes a directory, a Compose project and a unit name."""
+    return bool(_NAME.match(name)) and ".." not in name
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Union[str, Path], value: Any, *, mode: int = 0o644, durable: bool = False) -> None:
+    """Write `value` to `path` whole: a temporary file beside it, then a rename.
+
+    `durable` also waits for the disk, for files that must survive a power cut (run.json, exit.json).
+    Raises OSError when the file cannot be written; then what was there before is still there.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(value, file, ensure_ascii=False, indent=1, sort_keys=False)
+            file.write("\n")
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def read_json(path: Union[str, Path]) -> Optional[Any]:
+    """Read what `write_json` wrote; None if there is no such file.
+
+    Raises ValueError, naming the file, if it is there but is no JSON.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); it was not written by Drafthouse") from None
+
+
+def _known(cls: Any, value: dict) -> Any:
+    """Build a dataclass from JSON, ignoring keys of a newer schema."""
+    names = {f.name for f in dataclasses.fields(cls)}
+    return cls(**{key: item for key, item in value.items() if key in names})
+
+
+# -- what the files hold -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """run.json: what was started. Written before the start; never changed afterwards."""
+
+    run_id: str
+    name: str
+    command: list  # argv of the trainer, which launch starts
+    runtime: str = "process"  # compose | pct | process
+    release: dict = field(default_factory=dict)  # {id, digest}
+    git: dict = field(default_factory=dict)  # {commit, dirty}; empty if the source was no git checkout
+    image: Optional[str] = None  # digest, where there is an image
+    environment: dict = field(default_factory=dict)  # variables that launch adds for the trainer
+    secrets: list = field(default_factory=list)  # names only
+    secrets_file: Optional[str] = None  # KEY=value lines (0400), read by launch and by nobody else
+    changes: dict = field(default_factory=dict)  # --set
+    working_directory: Optional[str] = None
+    grace_seconds: float = 60.0  # from TERM to KILL
+    restart_attempts: int = 3  # crashes that start the next attempt: at most this many ...
+    restart_minutes: float = 10.0  # ... within this time
+    segment_bytes: int = 64 << 20  # a log segment is closed at this size
+    segments: int = 16  # so many are kept
+    created: float = field(default_factory=time.time)  # Unix time, s
+    who: str = ""
+    origin: str = ""  # the machine that it was deployed from
+    schema: int = SCHEMA
+
+
+@dataclass
+class Launch:
+    """launch.json: who runs it now. Only meaningful while `RunDir.alive()`."""
+
+    pid: int  # of launch, as seen inside its container
+    attempt: int
+    trainer_pid: Optional[int] = None
+    trainer_started: Optional[float] = None  # Unix time, s
+    stdout_dropped: int = 0  # records that stdout could not take; log/ has them
+    stopping: Optional[str] = None  # who asked, once a stop was asked for
+    time: float = field(default_factory=time.time)
+    schema: int = SCHEMA
+
+
+@dataclass
+class Heartbeat:
+    """status/<rank>.json: what one trainer process says of itself, at most once a second."""
+
+    rank: int = 0
+    role: str = "colocated"  # target | drafter | colocated
+    pid: int = 0
+    attempt: int = 1
+    sequence: int = 0  # grows by one with each write
+    time: float = 0.0  # Unix time of the write, s
+    phase: str = "starting"  # one of PHASES
+    phase_since: float = 0.0
+    detail: str = ""  # free text for people: "toy target: 12 s of 45 s"
+    step: int = 0
+    total: Optional[int] = None
+    loss: Optional[float] = None
+    tokens_per_second: dict = field(default_factory=dict)  # {now, median}
+    last_step_time: Optional[float] = None  # Unix time, s
+    phase_seconds: dict = field(default_factory=dict)  # of the last step: {data, target, forward, ...}
+    memory: dict = field(default_factory=dict)  # bytes: {min, now, peak}
+    last_checkpoint: Optional[dict] = None  # {path, step, time}
+    links: dict = field(default_factory=dict)  # {wandb: URL, tensorboard: directory}, once this run has them
+    metrics: dict = field(default_factory=dict)  # the newest of tau_hat, tau, lr ...
+    answered: Optional[dict] = None  # {id, action, outcome, time} of the last request that was carried out
+    schema: int = SCHEMA
+
+
+@dataclass
+class Request:
+    """request.json: what is asked of a run in progress."""
+
+    id: str
+    action: str  # one of ACTIONS
+    by: str = ""
+    time: float = field(default_factory=time.time)
+    schema: int = SCHEMA
+
+
+@dataclass
+class Exit:
+    """exit.json: how the run ended. Written once, after the last attempt."""
+
+    reason: str  # one of REASONS
+    code: int  # as a shell would report it: 128 + signal after a signal
+    signal: Optional[int] = None
+    out_of_memory: Optional[bool] = None  # None: could not be known
+    attempts: int = 1
+    last_step: Optional[int] = None
+    last_checkpoint: Optional[dict] = None
+    asked_by: Optional[str] = None  # who asked for the stop
+    last_lines: list = field(default_factory=list)  # of the log, for a run that failed
+    message: str = ""  # one sentence for people
+    log_bytes: int = 0
+    stdout_dropped: int = 0
+    time: float = field(default_factory=time.time)
+    schema: int = SCHEMA
+
+
+class RunDir:
+    """The directory of one run."""
+
+    def __init__(self, path: Union[str, Path]) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    @property
+    def run_id(self) -> str:
+        """From run.json (inside a container the directory has another name), else the directory's name."""
+        run = self.run()
+        return run.run_id if run else self.path.name
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "launch.lock"
+
+    def run(self) -> Optional[Run]:
+        value = read_json(self.path / "run.json")
+        return _known(Run, value) if value is not None else None
+
+    def write_run(self, run: Run) -> None:
+        write_json(self.path / "run.json", dataclasses.asdict(run), durable=True)
+
+    def launch(self) -> Optional[Launch]:
+        value = read_json(self.path / "launch.json")
+        return _known(Launch, value) if value is not None else None
+
+    def write_launch(self, launch: Launch) -> None:
+        write_json(self.path / "launch.json", dataclasses.asdict(launch))
+
+    def exit(self) -> Optional[Exit]:
+        value = read_json(self.path / "exit.json")
+        return _known(Exit, value) if value is not None else None
+
+    def write_exit(self, exit: Exit) -> None:
+        write_json(self.path / "exit.json", dataclasses.asdict(exit), durable=True)
+
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        """The newest heartbeat of every rank that wrote one."""
+        found = {}
+        try:
+            names = os.listdir(self.path / "status")
+        except OSError:
+            return found
+        for name in names:
+            if name.endswith(".json") and name[:-5].isdigit():
+                value = read_json(self.path / "status" / name)
+                if value is not None:
+                    found[int(name[:-5])] = _known(Heartbeat, value)
+        return dict(sorted(found.items()))
+
+    def write_heartbeat(self, heartbeat: Heartbeat) -> None:
+        (self.path / "status").mkdir(exist_ok=True)
+        write_json(self.path / "status" / f"{heartbeat.rank}.json", dataclasses.asdict(heartbeat))
+
+    def request(self) -> Optional[Request]:
+        value = read_json(self.path / "request.json")
+        return _known(Request, value) if value is not None else None
+
+    def ask(self, action: str, by: str) -> Request:
+        """Ask the run in progress for `action`; the answer appears as `Heartbeat.answered` with this id."""
+        if action not in ACTIONS:
+            raise ValueError(f"unknown request {action!r}; known: {', '.join(ACTIONS)}")
+        request = Request(id=f"{time.time_ns():x}-{os.getpid():x}", action=action, by=by)
+        write_json(self.path / "request.json", dataclasses.asdict(request))
+        return request
+
+    def alive(self) -> bool:
+        """Whether launch holds the run's lock: true from its start until the kernel has ended it.
+
+        The lock says more than a pid: it cannot be reused, and it is seen alike from inside a container
+        and from the host, since both look at the same file.
+        """
+        try:
+            descriptor = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+
+# -- the numbering of runs ---------------------------------------------------------------------------------
+
+
+def split_run_id(run_id: str) -> tuple[int, str]:
+    """``0007-exp-ddtree`` -> ``(7, "exp-ddtree")``. Raises ValueError for anything else."""
+    match = _RUN_ID.match(run_id)
+    if not match:
+        raise ValueError(f"{run_id!r} is not a run id (like 0007-exp-ddtree)")
+    return int(match[1]), match[2]
+
+
+def list_runs(runs: Union[str, Path], name: Optional[str] = None) -> list[RunDir]:
+    """The runs under `runs`, oldest first (by number, never by clock); only those of `name` if given."""
+    try:
+        entries = os.listdir(runs)
+    except OSError:
+        return []
+    found = []
+    for entry in entries:
+        if _RUN_ID.match(entry):
+            number, run_name = split_run_id(entry)
+            if name is None or run_name == name:
+                found.append((number, entry))
+    return [RunDir(Path(runs) / entry) for _, entry in sorted(found)]
+
+
+def allocate_run(runs: Union[str, Path], name: str) -> RunDir:
+    """Make the directory of the next run of `name`. Numbers only grow, also when old runs were pruned.
+
+    Raises ValueError for a name that cannot be one, OSError when the directory cannot be made.
+    """
+    if not valid_name(name):
+        raise ValueError(
+            f"{name!r} cannot name an experiment: use lower-case letters, digits, '.', '_' and '-', at most 63"
+        )
+    runs = Path(runs)
+    runs.mkdir(parents=True, exist_ok=True)
+    with open(runs / ".last", "a+", encoding="ascii") as counter:
+        fcntl.flock(counter, fcntl.LOCK_EX)
+        counter.seek(0)
+        text = counter.read().strip()
+        last = int(text) if text.isdigit() else 0
+        existing = [split_run_id(run.path.name)[0] for run in list_runs(runs)]
+        number = max([last, *existing]) + 1
+        directory = runs / f"{number:04d}-{name}"
+        directory.mkdir()
+        counter.seek(0)
+        counter.truncate()
+        counter.write(f"{number}\n")
+    return RunDir(directory)
