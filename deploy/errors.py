@@ -1,0 +1,32 @@
+"""Errors for people: one sentence that names the input, what is wrong with it, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+USAGE = 2  # exit code for input that can be corrected without looking at any host
+
+
+class DeployError(Exception):
+    """Something that the person at the keyboard can put right.
+
+    The message is one sentence (it may list several findings, one a line, when they belong together). The
+    fabfile prints it to stderr without a traceback and exits with `code`.
+    """
+
+    def __init__(self, message: str, *, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known words closest to `word`, as the end of a sentence: ``", did you mean demo?"`` or nothing."""
+    close = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.55)
+    return f", did you mean {either(close)}?" if close else ""
+
+
+def either(words: Iterable[str]) -> str:
+    """``a``, ``a or b``, ``a, b or c``."""
+    *head, last = list(words) or ["nothing"]
+    return f"{', '.join(head)} or {last}" if head else last
