@@ -1,4 +1,4 @@
-"""The runtime without an engine: launch as a plain process of the user who deployed, under tini if there is one.
+"""The runtime without an engine: launch as a plain process of the deploying user, under tini if there is one.
 
 Pure: what to start is computed here; `deploy.switch` starts it.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 from trainer import status
 
-# Where programs are looked for. The deployer's own PATH stays out of it: a run must not depend on the terminal
-# that it was deployed from.
+# Where programs are looked for. The deployer's own PATH stays out of it: a run must not depend on the
+# terminal that it was deployed from.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

@@ -1,0 +1,256 @@
+"""The probe: what there is on a host, as one JSON object on stdout.
+
+Runs ON the host, sent over stdin by `deploy.evidence`. It only reads, it never fails on what it finds: a file
+that is half-written, foreign or forbidden is named under "problems". Standard library only, Python >= 3.9.
+
+The object: schema time hostname user uid home python python_path boot_time clock_ticks sample_seconds,
+state {root exists writable owner_uid free_bytes total_bytes}, shm {root is_tmpfs writable free_bytes
+total_bytes}, memory {total available}, environment {PYTHON*}, cpus, engine {client answers version compose
+error}, tini, apt, systemd, names {name: {current previous releases stop}}, runs [..], switch and locks
+{name: null or who holds it}, weights [{name digest path bytes}], problems [..]. Sizes are bytes, times Unix
+seconds, `cpu_ticks` a pair of counts, `sample_seconds` apart, of which there are `clock_ticks` a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from deploy import machine, procfs
+from trainer import status
+
+RUNS_PER_NAME = 20
+TAIL_BYTES = 4096
+WEIGHTS = re.compile(r"^(?P<name>.+)@(?P<digest>[0-9a-f]{6,64})$")
+
+
+class Probe:
+    """Collects, and remembers what could not be read."""
+
+    def __init__(self, state: Path, shm: Path, sample: float) -> None:
+        self.state = state
+        self.shm = shm
+        self.sample = sample
+        self.problems: list[str] = []
+
+    def facts(self) -> dict[str, Any]:
+        engine: dict[str, Any] = {}
+        asking = threading.Thread(target=lambda: engine.update(machine.engine()), daemon=True)
+        asking.start()  # the engine answers while the CPUs are sampled
+        names = self.names()
+        runs = self.runs()
+        self.add_processes(runs)
+        asking.join()  # every question to the engine has its own timeout
+        return {
+            "schema": 1,
+            "time": time.time(),
+            "hostname": socket.gethostname(),
+            "user": machine.user_name(),
+            "uid": os.getuid(),
+            "home": os.path.expanduser("~"),
+            "python": ".".join(str(part) for part in sys.version_info[:3]),
+            "python_path": sys.executable,
+            "boot_time": procfs.boot_time(),
+            "clock_ticks": os.sysconf("SC_CLK_TCK"),
+            "sample_seconds": self.sample,
+            "state": machine.directory(self.state),
+            "shm": {**machine.directory(self.shm), "is_tmpfs": machine.filesystem(self.shm) == "tmpfs"},
+            "memory": machine.memory(),
+            "environment": {key: value for key, value in os.environ.items() if key.startswith("PYTHON")},
+            "cpus": len(os.sched_getaffinity(0)),
+            "engine": engine,
+            "tini": machine.program("tini"),
+            "apt": machine.program("apt-get"),
+            "systemd": os.path.isdir("/run/systemd/system"),
+            "names": names,
+            "runs": runs,
+            "switch": {name: self.holder(name, "switch.lock") for name in names},
+            "locks": {name: self.holder(name, "deploy.lock") for name in names},
+            "weights": self.weights(),
+            "problems": self.problems,
+        }
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    def object(self, path: Path) -> dict[str, Any] | None:
+        """A JSON object from a file; None, with a note in `problems`, if there is something else in it."""
+        try:
+            value = status.read_json(path)
+        except (OSError, ValueError, RecursionError) as error:
+            self.problems.append(str(error) if str(path) in str(error) else f"{path}: {error}")
+            return None
+        if value is not None and not isinstance(value, dict):
+            self.problems.append(f"{path} holds no JSON object; it was not written by Drafthouse")
+            return None
+        return value
+
+    def entries(self, path: Path) -> list[str]:
+        """The visible names in a directory, sorted; none if there is no such directory."""
+        try:
+            return sorted(name for name in os.listdir(path) if not name.startswith("."))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self.problems.append(f"{path}: {error.strerror}")
+            return []
+
+    def names(self) -> dict[str, Any]:
+        found = {}
+        for name in self.entries(self.state / "names"):
+            path = self.state / "names" / name
+            if path.is_dir() and status.valid_name(name):
+                found[name] = {
+                    "current": machine.link(path / "current"),
+                    "previous": machine.link(path / "previous"),
+                    "releases": self.entries(path / "releases"),
+                    "stop": self.object(path / "stop.json"),
+                }
+        return found
+
+    def holder(self, name: str, lock: str) -> dict[str, Any] | None:
+        """Who holds a lock of `name`, in the holder's own words; None if it is free."""
+        path = self.state / "names" / name / lock
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self.problems.append(f"{path}: {error.strerror}")
+            return None
+        with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            except OSError:
+                pass
+            try:
+                value = json.loads(file.read(65536))
+            except ValueError:
+                value = None
+        return value if isinstance(value, dict) else {}
+
+    def weights(self) -> list[dict[str, Any]]:
+        found = []
+        for entry in self.entries(self.shm):
+            path = self.shm / entry
+            match = WEIGHTS.match(entry)
+            if match and path.is_dir() and not path.is_symlink():
+                found.append({**match.groupdict(), "path": str(path), "bytes": machine.tree_bytes(path)})
+        return found
+
+    # -- runs ----------------------------------------------------------------------------------------------
+
+    def runs(self) -> list[dict[str, Any]]:
+        """The newest runs of every name, oldest first."""
+        kept = []
+        count: dict[str, int] = {}
+        for run in reversed(status.list_runs(self.state / "runs")):
+            name = status.split_run_id(run.path.name)[1]
+            count[name] = count.get(name, 0) + 1
+            if count[name] <= RUNS_PER_NAME:
+                kept.append(self.run(run, name))
+        return kept[::-1]
+
+    def run(self, run: status.RunDir, name: str) -> dict[str, Any]:
+        # Liveness first: what is read afterwards can then only be newer than the verdict "alive".
+        alive = run.alive()
+        launch = self.object(run.path / "launch.json")
+        launched = number(launch, "time")
+        return {
+            "run_id": run.path.name,
+            "name": name,
+            "path": str(run.path),
+            "alive": alive,
+            "rebooted": launched is not None and launched < (procfs.boot_time() or 0),
+            "run": self.object(run.path / "run.json"),
+            "launch": launch,
+            "heartbeats": self.heartbeats(run),
+            "exit": self.object(run.path / "exit.json"),
+            "switch": self.object(run.path / "switch.json"),
+            "log": self.log(run),
+            "processes": [],
+        }
+
+    def heartbeats(self, run: status.RunDir) -> dict[str, Any]:
+        found = {}
+        for entry in self.entries(run.path / "status"):
+            rank, _, rest = entry.partition(".")
+            if rank.isdigit() and rest == "json":
+                value = self.object(run.path / "status" / entry)
+                if value is not None:
+                    found[rank] = value
+        return found
+
+    def log(self, run: status.RunDir) -> dict[str, Any]:
+        """Bytes printed so far, of which the first ones may be gone, when last, and the last lines."""
+        segments = []
+        for entry in self.entries(run.log):
+            offset, _, rest = entry.partition(".")
+            if offset.isdigit() and rest == "log":
+                segments.append((int(offset), run.log / entry))
+        result: dict[str, Any] = {"bytes": 0, "last_write": None, "first_bytes_offset": 0, "tail": []}
+        if segments:
+            segments.sort()
+            start, newest = segments[-1]
+            try:
+                with open(newest, "rb") as file:
+                    info = os.fstat(file.fileno())
+                    file.seek(max(0, info.st_size - TAIL_BYTES))
+                    text = file.read().decode("utf-8", "replace")
+                lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+                result.update(bytes=start + info.st_size, last_write=info.st_mtime, tail=lines[-3:])
+                result["first_bytes_offset"] = segments[0][0]
+            except OSError as error:
+                self.problems.append(f"{newest}: {error.strerror}")
+        return result
+
+    def add_processes(self, runs: list[dict[str, Any]]) -> None:
+        """Give every run its processes, with their CPU time read twice."""
+        before = procfs.processes()
+        began = time.monotonic()
+        for run in runs:
+            pid, session = (int(number(run["launch"], key) or 0) for key in ("pid", "trainer_pid"))
+            if run["alive"]:  # only then does the pid in launch.json mean anything
+                pids = procfs.of_run(pid, session, before)
+            else:
+                pids = procfs.left_behind(run["path"], session, before)
+            run["processes"] = [procfs.describe(before[pid]) for pid in pids]
+        chosen = [process for run in runs for process in run["processes"]]
+        if chosen and self.sample > 0:
+            time.sleep(max(0.0, self.sample - (time.monotonic() - began)))
+        for process in chosen:
+            now = procfs.stat(process["pid"]) if self.sample > 0 else None
+            same = now and now["start"] == before[process["pid"]]["start"]
+            process["cpu_ticks"].append(now["ticks"] if now and same else process["cpu_ticks"][0])
+
+
+def number(value: dict[str, Any] | None, key: str) -> float | None:
+    """A number of a JSON object that somebody else wrote; None if it is missing or something else."""
+    found = (value or {}).get(key)
+    return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None
+
+
+def state_root() -> str:
+    default = "/var/lib/drafthouse" if os.getuid() == 0 else "~/.local/state/drafthouse"
+    return os.path.expanduser(os.environ.get("DRAFTHOUSE_STATE") or default)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="probe")
+    parser.add_argument("--state", default=state_root())
+    parser.add_argument("--shm", default=os.environ.get("DRAFTHOUSE_SHM") or "/dev/shm/drafthouse")
+    parser.add_argument("--sample", type=float, default=0.4)
+    arguments = parser.parse_args()
+    json.dump(Probe(Path(arguments.state), Path(arguments.shm), arguments.sample).facts(), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

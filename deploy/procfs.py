@@ -1,0 +1,133 @@
+"""Processes, as /proc shows them.
+
+Runs ON the host as a part of the probe and of the switch. Standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from trainer import status
+
+
+def stat(pid: int) -> dict[str, Any] | None:
+    """pid, ppid, state, session, CPU ticks and start of one process; None if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = text.rpartition(")")[2].split()  # the name before may hold blanks and parentheses
+        return {
+            "pid": pid,
+            "state": fields[0],
+            "ppid": int(fields[1]),
+            "session": int(fields[3]),
+            "ticks": int(fields[11]) + int(fields[12]),
+            "start": int(fields[19]),
+            "rss": int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+        }
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def processes() -> dict[int, dict[str, Any]]:
+    """Every process that can be seen, by pid."""
+    found = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if entry.isdigit():
+            process = stat(int(entry))
+            if process:
+                found[process["pid"]] = process
+    return found
+
+
+def of_run(launch: int, session: int, table: dict[int, dict[str, Any]]) -> list[int]:
+    """The pids of a run in progress: launch, its descendants, and the trainer's session (0: none)."""
+    chosen = {launch} & set(table)
+    grew = bool(chosen)
+    while grew:
+        more = {
+            pid
+            for pid, item in table.items()
+            if item["ppid"] in chosen or (session > 0 and item["session"] == session)
+        }
+        grew = not more <= chosen
+        chosen |= more
+    return sorted(chosen)
+
+
+def left_behind(run_path: str, session: int, table: dict[int, dict[str, Any]]) -> list[int]:
+    """The pids that a run which has ended left in its trainer's session.
+
+    Session numbers are used again, so a process counts only if it also carries the run's directory in its
+    environment.
+    """
+    mark = f"{status.RUN_DIR_VARIABLE}={run_path}".encode()
+    return sorted(
+        pid
+        for pid, item in table.items()
+        if session > 0
+        and item["session"] == session
+        and item["state"] != "Z"
+        and mark in read(pid, "environ").split(b"\0")
+    )
+
+
+def has_open(pid: int, path: str) -> bool:
+    """Whether process `pid` has the file `path` open: proof of what it is, which a number is not."""
+    try:
+        wanted = os.stat(path)
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return False
+    for descriptor in descriptors:
+        try:
+            if os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), wanted):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def describe(process: dict[str, Any]) -> dict[str, Any]:
+    """What a verdict may lean on. What cannot be read (another user's process) is None or empty."""
+    pid = process["pid"]
+    arguments = read(pid, "cmdline").split(b"\0")[:-1]
+    variables = dict(item.partition(b"=")[::2] for item in read(pid, "environ").split(b"\0") if item)
+    unbuffered = variables.get(b"PYTHONUNBUFFERED")
+    try:
+        stdout: str | None = os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:
+        stdout = None
+    booted = boot_time()
+    return {
+        "pid": pid,
+        "ppid": process["ppid"],
+        "session": process["session"],
+        "state": process["state"],
+        "wchan": read(pid, "wchan").decode("ascii", "replace").strip("0\n") or None,
+        "cpu_ticks": [process["ticks"]],
+        "rss": process["rss"],
+        "cmdline": [word.decode("utf-8", "replace") for word in arguments],
+        "started": booted + process["start"] / os.sysconf("SC_CLK_TCK") if booted else None,
+        "stdout": stdout,
+        "unbuffered": None if unbuffered is None else unbuffered.decode("utf-8", "replace"),
+    }
+
+
+def read(pid: int, name: str) -> bytes:
+    """A file of /proc/<pid>; empty if the process is gone or not ours to read."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def boot_time() -> float | None:
+    """When the machine started, Unix time in seconds."""
+    try:
+        match = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        return None
+    return float(match[1]) if match else None
