@@ -1,0 +1,86 @@
+"""Templates -> the files of a release.
+
+A template that names a value it was not given fails (StrictUndefined): half a file never reaches a host.
+A value enters a rendered file only through the filter of that file's language, so that blanks, quotes,
+``$(...)`` and newlines arrive as what they are:
+
+============  ==================================================================================
+filter        the value as
+============  ==================================================================================
+``shell``     one word of a POSIX shell
+``envfile``   a value in an env file, as Compose v2 reads it (``KEY={{ value | envfile }}``)
+``yaml``      a YAML scalar, or a list or mapping on one line
+``compose``   the same in a Compose file, where ``$`` starts a variable unless it is doubled
+============  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+
+
+def shell(value: object) -> str:
+    """`value` as one word of a POSIX shell. Raises ValueError for a NUL byte, which no argument can hold."""
+    text = str(value)
+    if "\0" in text:
+        raise ValueError(f"{text!r} has a NUL byte, which no shell word can hold; remove it")
+    return shlex.quote(text)
+
+
+def envfile(value: object) -> str:
+    """`value` as the right-hand side of a line in an env file, byte-exact once Compose v2 has read it.
+
+    Always in double quotes: only there can every character be written, and only there is ``#`` no comment.
+    `shlex.quote` is no help: the file is not read by a shell, and `'"'"'` ends the value. Raises ValueError
+    for a NUL byte, which no environment can hold.
+    """
+    text = str(value)
+    if "\0" in text:
+        raise ValueError(f"{text!r} has a NUL byte, which no environment variable can hold; remove it")
+    text = text.replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")  # the order matters: \ first
+    return '"' + text.replace("\n", "\\n").replace("\r", "\\r") + '"'
+
+
+# Plain YAML scalars that nothing reads as anything but a string. Everything else is written as JSON.
+_PLAIN = re.compile(r"-{0,2}[A-Za-z/_](?:[A-Za-z0-9/_.+-]*[A-Za-z0-9/_])?|--")
+_NOT_STRINGS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
+
+
+def yaml(value: object) -> str:
+    """`value` on one line of YAML: JSON, which is YAML too, unless the bare word is safe and easier to read."""
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_STRINGS:
+        return value
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f").replace("\x85", "\\u0085")
+
+
+def compose(value: object) -> str:
+    """`value` on one line of a Compose file, where a single ``$`` would be taken for a variable."""
+    return yaml(value).replace("$", "$$")
+
+
+_environment = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(TEMPLATES),
+    undefined=jinja2.StrictUndefined,
+    autoescape=False,  # (nothing here is HTML; each file's own filter quotes)
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_environment.filters.update(shell=shell, envfile=envfile, yaml=yaml, compose=compose)
+
+
+def render(template: str, **values: Any) -> str:
+    """The text of `template` (a file's name in templates/) with `values`.
+
+    Raises jinja2.UndefinedError if the template names a value that is not given, jinja2.TemplateNotFound
+    if there is no such template, and ValueError for a value that its file cannot hold.
+    """
+    return _environment.get_template(template).render(**values)
