@@ -1,0 +1,395 @@
+"""The DFlash drafter (arXiv 2602.06036): a small transformer that predicts a whole block in one pass.
+
+It has no embedding and no output head of its own: both are the frozen target's. Hidden states of K target
+layers are fused by one matrix and enter every layer as additional keys and values, never as queries. A block
+is one known token, the anchor, and mask tokens; slot k predicts the token at anchor + k.
+
+Letters in shapes: N blocks, B slots in a block, b documents, S positions, H hidden width (the target's), K
+tapped layers, d head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.attention import Blocks, two_part_attention
+from trainer.errors import InputError
+
+Attend = Callable[..., Tensor]  # as two_part_attention
+
+
+def default_layer_ids(layers: int, taps: int | None = None) -> list[int]:
+    """Which decoder layers of a target with `layers` of them are tapped; an id is the *output* of that layer.
+
+    Evenly spaced over [1, layers - 3], as published checkpoints do; over [0, layers - 2] where that range is
+    too short to give `taps` different ids. The last layer is never tapped. `taps` defaults to 5, or what
+    there is. Raises InputError if the target has too few layers.
+    """
+    if layers < 2:
+        raise InputError(f"the target has {layers} layer: a drafter needs one with at least 2")
+    taps = min(5, layers - 1) if taps is None else taps
+    if not 1 <= taps <= layers - 1:
+        raise InputError(
+            f"--num-taps {taps} is out of range: this target has {layers} layers, so 1 to {layers - 1}"
+        )
+    if taps == 1:
+        return [min(layers // 2, layers - 2)]
+    for first, last in ((1, layers - 3), (0, layers - 2)):
+        ids = [round(first + i * (last - first) / (taps - 1)) for i in range(taps)]
+        if len(set(ids)) == taps:
+            return ids
+    raise AssertionError("unreachable: layers - 1 different ids always fit")
+
+
+def check_layer_ids(ids: Sequence[int], layers: int) -> list[int]:
+    """`ids` if each is a layer that may be tapped, in growing order; else InputError."""
+    found = list(ids)
+    if not found or found != sorted(set(found)) or found[0] < 0 or found[-1] > layers - 2:
+        raise InputError(
+            f"--target-layer-ids {','.join(map(str, found))} does not fit a target of {layers} layers: "
+            f"give different ids from 0 to {layers - 2} in growing order (the last layer cannot be tapped)"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """All that determines the drafter's shape; written to config.json beside its weights."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    max_position_embeddings: int = 32768
+
+    @classmethod
+    def for_target(
+        cls,
+        target_config: Any,
+        *,
+        block_size: int = 16,
+        num_layers: int = 5,
+        target_layer_ids: Sequence[int] | None = None,
+        num_taps: int | None = None,
+        mask_token_id: int,
+    ) -> DrafterConfig:
+        """A drafter with the width, heads and rotary base of a target (its Hugging Face text config).
+
+        Raises InputError for layer ids or a mask token that the target does not have.
+        """
+        layers = int(target_config.num_hidden_layers)
+        vocab = int(target_config.vocab_size)
+        if not 0 <= mask_token_id < vocab:
+            raise InputError(f"--mask-token-id {mask_token_id} is not in the target's vocabulary of {vocab}")
+        ids = (
+            check_layer_ids(target_layer_ids, layers)
+            if target_layer_ids
+            else default_layer_ids(layers, num_taps)
+        )
+        heads = int(target_config.num_attention_heads)
+        rope = getattr(target_config, "rope_parameters", None) or {}
+        theta = rope.get("rope_theta") or getattr(target_config, "rope_theta", None) or 10000.0
+        return cls(
+            hidden_size=int(target_config.hidden_size),
+            intermediate_size=int(target_config.intermediate_size),
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=int(getattr(target_config, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(target_config, "head_dim", None) or target_config.hidden_size // heads),
+            rms_norm_eps=float(getattr(target_config, "rms_norm_eps", 1e-6)),
+            rope_theta=float(theta),
+            vocab_size=vocab,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            target_layer_ids=tuple(ids),
+            num_target_layers=layers,
+            max_position_embeddings=int(getattr(target_config, "max_position_embeddings", 32768)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys under which serving engines look for a DFlash drafter."""
+        value = dataclasses.asdict(self)
+        del value["mask_token_id"], value["target_layer_ids"]
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            **value,
+            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "max_window_layers": self.num_hidden_layers,
+            "dtype": "float32",
+            "tie_word_embeddings": False,
+            "is_causal": False,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+                "block_size": self.block_size,
+                "causal": False,
+            },
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> DrafterConfig:
+        """The reverse of `to_json`. Raises InputError if a key is missing."""
+        flat = {**value, **value.get("dflash_config", {})}
+        names = [field.name for field in dataclasses.fields(cls)]
+        missing = [name for name in names if name not in flat]
+        if missing:
+            raise InputError(f"config.json of a drafter lacks the key '{missing[0]}'; it is not one of ours")
+        chosen = {name: flat[name] for name in names}
+        chosen["target_layer_ids"] = tuple(chosen["target_layer_ids"])
+        return cls(**chosen)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+Rotation = tuple[Tensor, Tensor]  # cosine and sine, [..., 1, d/2]: one angle for all heads of a position
+
+
+def rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Rotary angles of `positions` [...]; computed in float32 at least, whatever the model's type."""
+    precise = torch.promote_types(dtype, torch.float32)
+    steps = torch.arange(0, width, 2, dtype=precise, device=positions.device)
+    angles = positions[..., None, None].to(precise) * theta ** (-steps / width)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """x [..., heads, d]; halves are paired (as in Llama and Qwen), not neighbours."""
+    cos, sin = by
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.width = config.head_dim
+        inner, shared = config.num_attention_heads * self.width, config.num_key_value_heads * self.width
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, shared, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, shared, bias=False)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.width, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.width, config.rms_norm_eps)
+
+    def queries(self, x: Tensor, by: Rotation) -> Tensor:
+        """[..., H] -> [..., heads, d]"""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.width))), by)
+
+    def keys_values(self, x: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
+        """[..., H] -> twice [..., kv heads, d]; the same projections serve the context and the block."""
+        keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.width))), by)
+        return keys, self.v_proj(x).unflatten(-1, (-1, self.width))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, by: Rotation, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """x [..., B, H]; `attend` mixes queries, keys and values of the block with the context."""
+        h = self.input_layernorm(x)
+        mixed = attend(self.self_attn.queries(h, by), *self.self_attn.keys_values(h, by))
+        x = x + self.self_attn.o_proj(mixed.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class ContextCache:
+    """Keys and values of the context, per layer, for decoding: rows are appended, never changed."""
+
+    def __init__(self, layers: int) -> None:
+        self.length = 0
+        self._buffers: list[tuple[Tensor, Tensor] | None] = [None] * layers
+
+    def append(self, keys_values: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add n rows: for each layer keys and values [n, kv heads, d]."""
+        for layer, (keys, values) in enumerate(keys_values):
+            self.with_block(layer, keys, values)
+        self.length += keys_values[0][0].shape[0]
+
+    def with_block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of `layer` followed by those given, [length + n, kv heads, d].
+
+        The block is written behind the context, where the next block or the next context overwrites it.
+        """
+        end = self.length + keys.shape[0]
+        buffers = self._buffers[layer]
+        if buffers is None or buffers[0].shape[0] < end:
+            room = max(2 * end, 64)
+            grown = (keys.new_empty(room, *keys.shape[1:]), values.new_empty(room, *values.shape[1:]))
+            if buffers is not None:
+                grown[0][: self.length] = buffers[0][: self.length]
+                grown[1][: self.length] = buffers[1][: self.length]
+            buffers = self._buffers[layer] = grown
+        buffers[0][self.length : end] = keys
+        buffers[1][self.length : end] = values
+        return buffers[0][:end], buffers[1][:end]
+
+
+class Drafter(nn.Module):
+    """Parameters have the names that serving engines load: fc, hidden_norm, norm, layers.{i}.…"""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        taps = len(config.target_layer_ids)
+        self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def _layers(self) -> Iterator[Layer]:
+        yield from self.layers  # type: ignore[misc]
+
+    def _rotation(self, positions: Tensor, like: Tensor) -> Rotation:
+        return rotation(positions, self.config.head_dim, self.config.rope_theta, like.dtype)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """Target hidden states [..., K·H], layers side by side in the order of their ids -> [..., H]."""
+        return self.hidden_norm(self.fc(taps))
+
+    def context_keys_values(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Fused context [..., H] at `positions` [...] -> for each layer keys, values [..., kv heads, d]."""
+        by = self._rotation(positions, context)
+        return [layer.self_attn.keys_values(context, by) for layer in self._layers()]
+
+    def forward(
+        self, block_embeddings: Tensor, blocks: Blocks, context: Tensor, attend: Attend = two_part_attention
+    ) -> Tensor:
+        """Training: all blocks of a micro-batch at once.
+
+        block_embeddings [N, B, H] of [anchor token, mask, mask, …]; context [b, C, H] from `fuse`, with C at
+        least `blocks.context_length`. Returns the normed hidden states [N, B, H]; times the target's output
+        head they are logits.
+        """
+        context = context[:, : blocks.context_length]
+        by = self._rotation(blocks.positions, block_embeddings)
+        every = self.context_keys_values(context, torch.arange(context.shape[1], device=context.device))
+        x = block_embeddings
+        for layer, (keys, values) in zip(self._layers(), every, strict=True):
+            mix = partial(attend, context_key=keys, context_value=values, blocks=blocks)
+            x = layer(x, by, mix)
+        return self.norm(x)
+
+    def new_cache(self) -> ContextCache:
+        return ContextCache(self.config.num_hidden_layers)
+
+    @torch.no_grad()
+    def append_context(self, cache: ContextCache, taps: Tensor) -> None:
+        """Decoding: take in target hidden states [n, K·H] of the n positions that follow those in `cache`."""
+        positions = torch.arange(cache.length, cache.length + taps.shape[0], device=taps.device)
+        cache.append(self.context_keys_values(self.fuse(taps), positions))
+
+    @torch.no_grad()
+    def draft(self, block_embeddings: Tensor, start: int, cache: ContextCache) -> Tensor:
+        """Decoding: one block [B, H] whose anchor stands at `start`; the cache holds positions 0 … start - 1.
+
+        Returns the normed hidden states [B, H]. The cache is not changed: the block leaves nothing behind.
+        """
+        assert cache.length == start, f"the context ends at {cache.length}, the block starts at {start}"
+        positions = torch.arange(start, start + block_embeddings.shape[0], device=block_embeddings.device)
+        by = self._rotation(positions, block_embeddings)
+        x = block_embeddings
+        for i, layer in enumerate(self._layers()):
+            x = layer(x, by, partial(_attend_to_cache, cache=cache, layer=i))
+        return self.norm(x)
+
+    @torch.no_grad()
+    def init_from_target(self, model: nn.Module) -> None:
+        """Start from the target's last layers and its final norm instead of from noise.
+
+        `model` is a Hugging Face causal LM with Qwen3- or Llama-like layers; what the target does not have
+        (per-head norms in Llama) keeps its initial value. Raises InputError if the shapes do not fit.
+        """
+        decoder = decoder_of(model)
+        wanted = self.config.num_hidden_layers
+        if wanted > len(decoder.layers):
+            raise InputError(
+                f"--init-from-target needs at least --num-draft-layers {wanted} layers in the target, "
+                f"which has {len(decoder.layers)}"
+            )
+        pairs: list[tuple[str, Tensor, Tensor]] = [("norm", self.norm.weight, decoder.norm.weight)]
+        for mine, theirs in zip(self._layers(), list(decoder.layers)[-wanted:], strict=True):
+            there = dict(theirs.named_parameters())
+            for name, goal in mine.named_parameters():
+                if name in there:
+                    pairs.append((name, goal, there[name]))
+                elif "norm" not in name:
+                    raise InputError(
+                        f"--init-from-target cannot read this kind of target: its layers have no {name}"
+                    )
+        for name, goal, source in pairs:
+            if source.shape != goal.shape:
+                raise InputError(
+                    f"--init-from-target cannot copy the target's {name} of shape {tuple(source.shape)} "
+                    f"into the drafter's of shape {tuple(goal.shape)}; leave the flag out"
+                )
+            goal.copy_(source)
+
+
+def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, cache: ContextCache, layer: int) -> Tensor:
+    """One block against the whole cache and itself; nothing is hidden from it. [B, heads, d]"""
+    keys, values = cache.with_block(layer, key, value)
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, keys, values))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """The part of a Hugging Face causal LM that has `layers` and the final `norm`."""
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", model)
+    if not hasattr(decoder, "layers"):
+        raise InputError(f"{type(model).__name__} is not a decoder whose layers can be tapped")
+    return decoder

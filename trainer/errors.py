@@ -1,0 +1,26 @@
+"""Errors for people: one sentence that names the input, what is wrong with it, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+USAGE = 2  # exit code for input that can be corrected before anything has run
+
+
+class InputError(Exception):
+    """Something that the person who wrote the command, the file or the data can put right.
+
+    The message is one sentence. `python -m trainer` prints it to stderr without a traceback and exits with
+    `code`.
+    """
+
+    def __init__(self, message: str, *, code: int = USAGE) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word closest to `word`, as the end of a sentence: ``; did you mean 'x'?`` or nothing."""
+    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
