@@ -221,7 +221,7 @@ class Local:
     def read(self, path: str) -> bytes | None:
         try:
             return Path(path).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, ProcessLookupError):  # the last one: below /proc
             return None
         except OSError as error:
             raise HostError(f"{self.name}: cannot read {path}: {error.strerror}") from None

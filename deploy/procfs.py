@@ -13,11 +13,10 @@ from typing import Any
 from trainer import status
 
 
-def stat(pid: int) -> dict[str, Any] | None:
-    """pid, ppid, state, session, CPU ticks and start of one process; None if it is gone."""
+def parse(pid: int, text: str) -> dict[str, Any] | None:
+    """What a text of /proc/<pid>/stat says; None if it is none. Times in clock ticks, rss in bytes."""
+    fields = text.rpartition(")")[2].split()  # the name before may hold blanks and parentheses
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = text.rpartition(")")[2].split()  # the name before may hold blanks and parentheses
         return {
             "pid": pid,
             "state": fields[0],
@@ -27,8 +26,13 @@ def stat(pid: int) -> dict[str, Any] | None:
             "start": int(fields[19]),
             "rss": int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
         }
-    except (OSError, IndexError, ValueError):
+    except (IndexError, ValueError):
         return None
+
+
+def stat(pid: int) -> dict[str, Any] | None:
+    """The same of a process here; None if it is gone."""
+    return parse(pid, read(pid, "stat").decode("utf-8", "replace"))
 
 
 def processes() -> dict[int, dict[str, Any]]:

@@ -1,0 +1,79 @@
+"""Holds the deploy lock of a name for a client that is somewhere else.
+
+Runs ON the host as a child of the connection: it holds the lock for as long as heartbeats come in on stdin,
+and lets go at the end of stdin or after a silence, so that a lost client never leaves a lock behind. Standard
+library only, Python >= 3.9.
+
+    python3 <this> LOCK-FILE WORDS-AS-JSON WAIT-SECONDS SILENCE-SECONDS
+
+On stdout, one JSON object a line: {"waiting": words of the holder} at most once, then {"held": true}, or
+{"busy": words of the holder}.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import sys
+import time
+from typing import Any
+
+PATIENCE = 0.3  # seconds: a probe that looks at the lock holds it for a moment
+PAUSE = 0.05
+
+
+def main() -> None:
+    path, words, patience, silence = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    began = time.monotonic()
+    told = False
+    while not take(lock):
+        waited = time.monotonic() - began
+        if waited > max(patience, PATIENCE):
+            say({"busy": holder(lock)})
+            sys.exit(75)  # "try again", in the words of sysexits.h
+        if patience > 0 and waited > PATIENCE and not told:
+            say({"waiting": holder(lock)})
+            told = True
+        if heard(PAUSE) is False:
+            sys.exit(0)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, words.encode(), 0)
+    say({"held": True})
+    while heard(silence):
+        pass
+    os.ftruncate(lock, 0)
+
+
+def take(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def holder(lock: int) -> dict[str, Any]:
+    try:
+        value = json.loads(os.pread(lock, 65536, 0))
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {}
+
+
+def say(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def heard(seconds: float) -> bool | None:
+    """True if the client gave a sign of life, False at the end of stdin, None after `seconds` of silence."""
+    ready, _, _ = select.select([0], [], [], seconds)
+    return bool(os.read(0, 4096)) if ready else None
+
+
+if __name__ == "__main__":
+    main()

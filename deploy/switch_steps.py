@@ -1,0 +1,295 @@
+"""What a switch does, step by step: ask, stop, point to the release, start, and see the new run live.
+
+Runs ON the host as a part of `deploy.switch_job`. Standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deploy import procfs
+from trainer import status
+
+KILL_MARGIN = 10.0  # seconds that launch gets beyond the run's grace to kill the trainer and write exit.json
+GONE_TIMEOUT = 10.0  # seconds after a KILL
+START_TIMEOUT = 30.0  # seconds until launch holds the run's lock
+SETTLED = 10.0  # seconds that a command without heartbeats must live
+PAUSE = 0.05  # seconds between two looks
+
+
+class Failed(Exception):
+    """A step that must succeed did not."""
+
+    def __init__(self, reason: str, last_lines: list[str] | None = None, exit: Any = None) -> None:
+        super().__init__(reason)
+        self.last_lines = last_lines or []
+        self.exit = exit
+
+
+class Switch:
+    """The steps of one switch. Each returns (outcome, detail) or raises Failed."""
+
+    def __init__(self, spec: dict[str, Any], started: Callable[[], None]) -> None:
+        """`started` is called once the new run is alive: from there on the switch only looks."""
+        self.spec = spec
+        self.started = started
+        self.name = Path(spec["state_root"]) / "names" / spec["name"]
+        self.old = status.RunDir(spec["old_run_path"]) if spec["old_run_path"] else None
+        self.new = status.RunDir(spec["run_path"]) if spec["start"] else None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def steps(self) -> list[tuple[str, Callable[[], tuple[str, str]]]]:
+        stop = [("checkpoint-request", self.request_checkpoint), ("stop", self.stop)]
+        start = [
+            ("release", self.point_to_release),
+            ("start", self.start),
+            ("first-line", self.first_line),
+            ("first-heartbeat", self.first_heartbeat),
+        ]
+        return stop + start if self.new else stop
+
+    def request_checkpoint(self) -> tuple[str, str]:
+        """Ask before any signal: frameworks below the trainer may give it only seconds after TERM."""
+        old = self.old
+        if old is None or not old.alive():
+            return "skipped", "no run is in progress"
+        beats = heartbeats(old)
+        if not beats:
+            return "skipped", "this run sends no heartbeats, so it cannot be asked"
+        if all(beat.step == 0 for beat in beats):
+            return "skipped", "no step was taken yet: there is nothing to save"
+        began = time.monotonic()
+        request = old.ask("checkpoint", self.spec["by"])
+
+        def answer() -> Any:
+            for beat in heartbeats(old):
+                if beat.answered and beat.answered.get("id") == request.id:
+                    return beat.answered
+            return None if old.alive() else {"outcome": "the run ended meanwhile"}
+
+        seconds = self.spec["checkpoint_timeout_seconds"]
+        answered = wait(answer, seconds)
+        if answered is None:
+            return "failed", f"no answer within {seconds:g} s; going on with SIGTERM"
+        return "ok", f"{answered.get('outcome') or 'saved'} after {time.monotonic() - began:.1f} s"
+
+    def stop(self) -> tuple[str, str]:
+        old = self.old
+        if old is None:
+            return "skipped", "no run is in progress"
+        if not old.alive():
+            self.clear_left_behind(old)
+            return "skipped", "no run is in progress"
+        began = time.monotonic()
+        words = "SIGTERM"
+        self.signal_launch(old, signal.SIGTERM)
+        patience = self.spec["grace_seconds"] + KILL_MARGIN
+        if not wait(lambda: not old.alive(), patience):
+            words = f"SIGTERM, still there after {patience:g} s, SIGKILL"
+            self.signal_launch(old, signal.SIGKILL)
+            if not wait(lambda: not old.alive(), GONE_TIMEOUT):
+                raise Failed(f"run {old.path.name} is still there {GONE_TIMEOUT:g} s after SIGKILL")
+        self.clear_left_behind(old)
+        exit = old.exit()
+        if exit is None:  # launch was killed; its last word is written for it, so that the run has an end
+            message = f"did not end within {patience:g} s and was killed"
+            exit = status.Exit("stopped", 137, signal=9, asked_by=self.spec["by"], message=message)
+            old.write_exit(exit)
+        return "ok", f"{words}; ended after {time.monotonic() - began:.1f} s with exit code {exit.code}"
+
+    def signal_launch(self, run: status.RunDir, number: signal.Signals) -> None:
+        """Signal the run's launch. Its pid counts only if that process holds the run's lock file open."""
+
+        def launch_pid() -> int | None:
+            launch = run.launch()
+            return launch.pid if launch and procfs.has_open(launch.pid, str(run.lock)) else None
+
+        pid = wait(lambda: launch_pid() or not run.alive(), START_TIMEOUT)  # it may only just begin
+        if pid is True:
+            return
+        if pid is None:
+            raise Failed(
+                f"run {run.path.name} is in progress, but its process cannot be told for certain: "
+                "stop it as the user who started it"
+            )
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return
+        except PermissionError:
+            raise Failed(
+                f"process {pid} of run {run.path.name} belongs to another user: stop it as that user"
+            ) from None
+
+    def clear_left_behind(self, run: status.RunDir) -> None:
+        """Nothing of the run's session may outlive it: it would hold the devices of the next one."""
+        launch = run.launch()
+        session = (launch.trainer_pid if launch else None) or 0
+
+        def left() -> list[int]:
+            return procfs.left_behind(str(run.path), session, procfs.processes())
+
+        if wait(lambda: not left(), GONE_TIMEOUT if left() else 0):
+            return
+        for pid in left():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not wait(lambda: not left(), GONE_TIMEOUT):
+            pids = ", ".join(str(pid) for pid in left())
+            raise Failed(f"process {pids} of run {run.path.name} cannot be ended")
+
+    def point_to_release(self) -> tuple[str, str]:
+        wanted = f"releases/{self.spec['release_id']}"
+        current = read_link(self.name / "current")
+        if current == wanted:
+            return "skipped", f"{self.spec['release_id']} is current already"
+        if current:
+            replace_link(self.name / "previous", current)
+        replace_link(self.name / "current", wanted)
+        before = f", before {os.path.basename(current)}" if current else ""
+        return "ok", f"current is {self.spec['release_id']}{before}"
+
+    def start(self) -> tuple[str, str]:
+        new, start = self.run(), self.spec["start"]
+        with open(new.path / "launch.err", "ab") as errors:
+            try:
+                process = subprocess.Popen(
+                    start["argv"],
+                    env=start["environment"],
+                    cwd=start["working_directory"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise Failed(f"{start['argv'][0]} cannot be started: {error.strerror}") from None
+        self.process = process
+        began = wait(lambda: new.alive() or self.end_of_run(), START_TIMEOUT)
+        if not began:
+            raise Failed(f"run {new.path.name} did not begin within {START_TIMEOUT:g} s", self.last_words())
+        if began is not True and not new.exit():
+            raise Failed(began, self.last_words())
+        self.started()
+        return "ok", f"process {process.pid}"
+
+    def first_line(self) -> tuple[str, str]:
+        return "ok", self.wait_for(lambda: "".join(first_lines(self.run(), 1)), "line of output")
+
+    def first_heartbeat(self) -> tuple[str, str]:
+        if not self.spec.get("heartbeats", True):
+            return self.settled()
+
+        def beating() -> str:
+            return next((beat.phase for beat in heartbeats(self.run())), "")
+
+        return "ok", self.wait_for(beating, "heartbeat")
+
+    def settled(self) -> tuple[str, str]:
+        """Of a command without heartbeats: its first output (the line after the banner), or that it lives."""
+        since = time.monotonic()
+
+        def sign() -> str:
+            if len(first_lines(self.run(), 2)) > 1:
+                return "the first output is there"
+            return f"alive for {SETTLED:g} s" if time.monotonic() - since > SETTLED else ""
+
+        return "ok", self.wait_for(sign, "sign of life") + " (a command of your own sends no heartbeats)"
+
+    # -- helpers of the steps ------------------------------------------------------------------------------
+
+    def run(self) -> status.RunDir:
+        assert self.new is not None
+        return self.new
+
+    def wait_for(self, sign: Callable[[], str], what: str) -> str:
+        """Wait for a `sign` of the new run. Raises Failed if it ends before, or gives none in time."""
+        seconds = self.spec["first_heartbeat_timeout_seconds"]
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            ended = self.end_of_run()  # looked at first: what it left before its end still counts
+            found = sign()
+            if found:
+                return found
+            if ended:
+                exit = self.run().exit()
+                if exit and exit.reason == "finished":
+                    return "finished"
+                raise Failed(ended, self.last_words(), vars(exit) if exit else None)
+            time.sleep(PAUSE)
+        raise Failed(f"no {what} within {seconds:g} s; the run is still in progress", self.last_words())
+
+    def end_of_run(self) -> str:
+        """How the new run ended, as a sentence; empty while it has not."""
+        new = self.run()
+        code = self.process.poll() if self.process else None
+        if code is None and (new.alive() or not new.exit()):
+            return ""
+        exit = new.exit()
+        if exit:
+            said = f": {exit.message}" if exit.message else ""
+            return f"run {new.path.name} {exit.reason} with exit code {exit.code}{said}"
+        return f"run {new.path.name} ended before it began (launch: exit code {code})"
+
+    def last_words(self) -> list[str]:
+        """The last lines of the run, or what launch itself complained about."""
+        exit = self.run().exit()
+        if exit and exit.last_lines:
+            return [str(line) for line in exit.last_lines]
+        with contextlib.suppress(OSError):
+            text = (self.run().path / "launch.err").read_text(encoding="utf-8", errors="replace")
+            return text.splitlines()[-20:]
+        return []
+
+
+def wait(look: Callable[[], Any], seconds: float) -> Any:
+    """The first true value of `look`, which is asked at least once; None after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(PAUSE)
+
+
+def heartbeats(run: status.RunDir) -> list[status.Heartbeat]:
+    """The heartbeats of the attempt in progress; none if a file is not ours."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        launch = run.launch()
+        attempt = launch.attempt if launch else 1
+        return [beat for beat in run.heartbeats().values() if beat.attempt >= attempt]
+    return []
+
+
+def first_lines(run: status.RunDir, count: int) -> list[str]:
+    """Up to `count` complete lines from the beginning of the run's log."""
+    with contextlib.suppress(OSError, IndexError):
+        segment = sorted(entry for entry in os.listdir(run.log) if entry.endswith(".log"))[0]
+        with open(run.log / segment, "rb") as file:
+            lines = file.read(65536).splitlines(keepends=True)
+        return [line.decode("utf-8", "replace").rstrip() for line in lines if line.endswith(b"\n")][:count]
+    return []
+
+
+def read_link(path: Path) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
+
+
+def replace_link(path: Path, target: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    os.symlink(target, temporary)
+    os.replace(temporary, path)
