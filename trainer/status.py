@@ -138,6 +138,8 @@ class Launch:
     trainer_started: Optional[float] = None  # Unix time, s
     stdout_dropped: int = 0  # records that stdout could not take; log/ has them
     stopping: Optional[str] = None  # who asked, once a stop was asked for
+    answered: Optional[dict] = None  # {id, action, outcome, time} of the last dump-stacks request
+    log_missing: int = 0  # bytes that log/ could not take; a line in it says so where they are missing
     time: float = field(default_factory=time.time)
     schema: int = SCHEMA
 
@@ -195,7 +197,8 @@ class Exit:
     last_lines: list = field(default_factory=list)  # of the log, for a run that failed
     message: str = ""  # one sentence for people
     log_bytes: int = 0
-    stdout_dropped: int = 0
+    log_missing: int = 0  # bytes that log/ could not take
+    stdout_dropped: int = 0  # records that stdout could not take; log/ has them
     time: float = field(default_factory=time.time)
     schema: int = SCHEMA
 
