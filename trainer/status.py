@@ -115,6 +115,7 @@ class Run:
     environment: dict = field(default_factory=dict)  # variables that launch adds for the trainer
     secrets: list = field(default_factory=list)  # names only
     secrets_file: Optional[str] = None  # KEY=value lines (0400), read by launch and by nobody else
+    run_file: Optional[str] = None  # where its settings came from, relative to the project
     changes: dict = field(default_factory=dict)  # --set
     working_directory: Optional[str] = None
     grace_seconds: float = 60.0  # from TERM to KILL

@@ -1,0 +1,262 @@
+"""What the tasks of the fabfile do, one function each: read, plan, carry out. Nothing here prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy import evidence, execute, host, plan, release, settings, survey
+from deploy.errors import USAGE, DeployError, nearest
+from deploy.execute import Work
+from deploy.health import Verdict, verdict
+from deploy.host import Host
+from deploy.plan import Plan
+from deploy.settings import HostSettings, Project, Recipe
+from trainer import status
+
+ROOT = Path(__file__).resolve().parent.parent
+QUIET = 0.0  # a probe that only looks needs no second sample
+
+Progress = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """A progress report that nobody reads."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A host, how it is reached, and what its name is set to run."""
+
+    project: Project
+    settings: HostSettings
+    host: Host
+
+    def facts(self, sample: float = QUIET) -> dict[str, Any]:
+        return evidence.collect(self.host, self.settings.state, self.settings.shm, sample=sample)
+
+
+def target(host_name: str | None, root: Path = ROOT) -> Target:
+    """The host of a task. Raises DeployError for one that is unknown or cannot be reached."""
+    project = settings.load_project(root)
+    found = settings.find_host(project, host_name)
+    return Target(project, found, host.connect(found))
+
+
+def recipe(goal: Target, run: str | None, name: str | None, changes: Sequence[str] = ()) -> Recipe:
+    """The run's file of a task. A name that is also a run's file means that one, unless --run says otherwise."""
+    if run is None and name is not None and name in goal.project.runs:
+        found = settings.load_run(goal.project, name, host=goal.settings, name=name, changes=changes)
+        return dataclasses.replace(found, why="as --name")
+    return settings.load_run(goal.project, run, host=goal.settings, name=name, changes=changes)
+
+
+def name_of(goal: Target, run: str | None, name: str | None) -> str:
+    """The name that a task is about. With --name no run's file is needed, so a broken one stands in no way."""
+    if name is not None:
+        if not status.valid_name(name):
+            raise DeployError(f"--name {name!r} cannot be a name; fab runs lists those there are", code=USAGE)
+        return name
+    return recipe(goal, run, None).settings.name
+
+
+# -- deploy, restart, stop ---------------------------------------------------------------------------------
+
+
+def plan_deploy(
+    task: str,
+    goal: Target,
+    wanted: Recipe,
+    *,
+    install: bool = True,
+    lock_wait: float = 0,
+    progress: Progress = silent,
+) -> tuple[Plan, Work]:
+    """The plan of `deploy` or `restart`, and what carrying it out needs."""
+    run = wanted.settings
+    facts = _free(goal, run.name, lock_wait, progress)
+    found = survey.take(goal.project, goal.host, goal.settings, run, facts, progress)
+    new = plan.make_release(found, goal.settings, run)
+    old = plan.release_before(found)
+    before = release.deployed(goal.host, found.layout, old) if old else None
+    made = plan.make(
+        task,
+        found,
+        goal.settings,
+        wanted,
+        new,
+        before,
+        install=install,
+        run_file=shown(goal.project, wanted.path),
+    )
+    weights = found.weights.path if found.weights else None
+    variables = release.environment(run, found.layout, weights, found.data)
+    directory = str(goal.project.root) if run.command is not None and goal.settings.is_local else None
+    work = Work(
+        execute.run_of(made, new, run, variables, directory),
+        found.interpreter.path,
+        new,
+        run.secrets,
+        goal.project.root,
+        run.first_heartbeat_timeout_seconds,
+        run.command is None,
+    )
+    return made, work
+
+
+def plan_same(goal: Target, name: str, *, install: bool = True, lock_wait: float = 0) -> tuple[Plan, Work]:
+    """The plan of `restart --same`: the newest run of the deployed release, once more."""
+    facts = _free(goal, name, lock_wait, silent)
+    current = facts["names"].get(name, {}).get("current")
+    runs = [run for run in facts["runs"] if run["name"] == name and run["run"]]
+    last = next(
+        (run for run in reversed(runs) if (run["run"].get("release") or {}).get("id") == current), None
+    )
+    if current is None or last is None:
+        raise DeployError(
+            f"nothing of {name} is deployed on {goal.settings.name}{nearest(name, facts['names'])}; "
+            "--same starts a deployed release again, fab deploy makes one"
+        )
+    known = {field.name for field in dataclasses.fields(status.Run)}
+    run = status.Run(**{key: value for key, value in last["run"].items() if key in known})
+    layout = survey.layout_of(goal.settings, facts, name)
+    if release.deployed(goal.host, layout, current) is None:
+        raise DeployError(f"release {current} of {name} is damaged or gone; fab deploy writes it anew")
+    python = goal.settings.python or facts["python_path"]
+    seen = survey.Survey(facts, layout, survey.Interpreter(python), {}, {})
+    made = plan.make_same(seen, goal.settings, run.command, install=install)
+    return made, Work(run, python, heartbeats=run.command[1:4] == ["-u", "-m", "trainer"])
+
+
+def plan_stop(goal: Target, name: str, *, lock_wait: float = 0, progress: Progress = silent) -> Plan:
+    """The plan of `stop`. Raises DeployError for a name that this host has never heard of."""
+    facts = _free(goal, name, lock_wait, progress)
+    if name not in facts["names"] and not any(run["name"] == name for run in facts["runs"]):
+        offered = nearest(name, facts["names"])
+        if offered:
+            raise DeployError(f"there is no {name} on {goal.settings.name}{offered}", code=USAGE)
+    return plan.make_stop(facts, goal.settings, survey.layout_of(goal.settings, facts, name))
+
+
+def _free(goal: Target, name: str, seconds: float, progress: Progress) -> dict[str, Any]:
+    """Facts of a moment at which nobody else deploys this name, or of now once `seconds` are over."""
+    deadline = time.monotonic() + seconds
+    told = False
+    while True:
+        facts = goal.facts()
+        if not (facts["switch"].get(name) or facts["locks"].get(name)) or time.monotonic() >= deadline:
+            return facts
+        if not told:
+            progress(f"another deploy of {name} is under way; waiting up to {seconds:g} s")
+            told = True
+        time.sleep(0.5)
+
+
+def shown(project: Project, path: Path) -> str:
+    """A path as people type it: relative to the project where that is possible."""
+    return str(path.relative_to(project.root)) if path.is_relative_to(project.root) else str(path)
+
+
+# -- looking -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run as `status` shows it. None where there is nothing to say (yet)."""
+
+    host: str
+    run_id: str
+    name: str
+    verdict: str
+    reason: str
+    next_command: str | None = None
+    step: int | None = None
+    total: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    step_age: float | None = None  # seconds since the last step
+    memory: int | None = None  # bytes, now
+    links: Mapping[str, str] = dataclasses.field(default_factory=dict)  # only what this run printed itself
+    drift: tuple[str, ...] | None = None  # None: not known, because nothing is rendered for it
+
+
+def rows(goal: Target, facts: Mapping[str, Any], name: str | None, run_id: str | None = None) -> list[Row]:
+    """The newest run of every name (or of one), or one run by its id."""
+    chosen: dict[str, Mapping[str, Any]] = {}
+    for run in facts["runs"]:
+        if (name is None or run["name"] == name) and (run_id is None or run["run_id"] == run_id):
+            chosen[run["name"]] = run
+    return [row(goal, facts, run) for run in chosen.values()]
+
+
+def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
+    word: Verdict = verdict(run, facts["time"])
+    # Heartbeats lie in the run's own directory, so a link in one cannot be an earlier run's.
+    beats = list(run["heartbeats"].values())
+    main = run["heartbeats"].get("0") or (beats[0] if beats else {})
+    last = main.get("last_step_time")
+    memory = [beat["memory"]["now"] for beat in beats if (beat.get("memory") or {}).get("now")]
+    return Row(
+        host=goal.settings.name,
+        run_id=run["run_id"],
+        name=run["name"],
+        verdict=word.word,
+        reason=word.reason,
+        next_command=word.next_command,
+        step=main.get("step"),
+        total=main.get("total"),
+        loss=main.get("loss"),
+        tokens_per_second=(main.get("tokens_per_second") or {}).get("now"),
+        step_age=max(0.0, facts["time"] - last) if last and run["alive"] else None,
+        memory=sum(memory) if memory else None,
+        links=dict(main.get("links") or {}),
+        drift=drift(goal, facts, run) if run["alive"] else None,
+    )
+
+
+def drift(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """What differs between a run in progress and what its file and this checkout would give now.
+
+    Its own --set changes belong to it and are no drift. None if that cannot be told, as for a file that is gone.
+    """
+    written = run["run"] or {}
+    if not written.get("run_file") or not (written.get("release") or {}).get("id"):
+        return None
+    changes = [f"{key}={value}" for key, value in (written.get("changes") or {}).items()]
+    try:
+        wanted = settings.load_run(
+            goal.project, written["run_file"], host=goal.settings, name=run["name"], changes=changes
+        )
+        found = survey.take(goal.project, goal.host, goal.settings, wanted.settings, facts)
+        if found.weights_problems or found.data_problems:
+            return (found.weights_problems + found.data_problems)[:1]
+        new = plan.make_release(found, goal.settings, wanted.settings)
+    except DeployError as error:
+        return (str(error),)
+    if new.id == written["release"]["id"]:
+        return ()
+    before = release.deployed(goal.host, found.layout, written["release"]["id"])
+    return (
+        tuple(release.differences(before[0], before[1], new))
+        if before
+        else (f"release {new.id} is rendered",)
+    )
+
+
+def run_path(facts: Mapping[str, Any], host_name: str, name: str, run_id: str | None) -> str:
+    """The directory of a run to be followed: by its id, else the newest of `name`."""
+    if run_id is not None:
+        known = {run["run_id"]: run["path"] for run in facts["runs"]}
+        if run_id not in known:
+            raise DeployError(f"there is no run {run_id} on {host_name}{nearest(run_id, known)}", code=USAGE)
+        return known[run_id]
+    paths = [run["path"] for run in facts["runs"] if run["name"] == name]
+    if not paths:
+        names = {run["name"] for run in facts["runs"]}
+        offered = nearest(name, names) or (f"; there are runs of {', '.join(sorted(names))}" if names else "")
+        raise DeployError(f"there is no run of {name} on {host_name}{offered}", code=USAGE)
+    return paths[-1]

@@ -1,0 +1,176 @@
+"""Carrying a plan out. Thin: the plan has decided; here it happens, in an order that a failure cannot hurt.
+
+Everything is made ready while the old run goes on. Only the last step, the switch, ends it, and the switch runs
+on the host by itself, so that losing this process, its terminal or the connection changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy import evidence, lock, release, secrets, switch, weights
+from deploy.errors import DeployError
+from deploy.host import Host
+from deploy.plan import Plan, seen
+from deploy.release import Release
+from deploy.runtimes import process
+from deploy.settings import RunSettings, SecretSource
+from trainer import status
+
+INSTALL_TIMEOUT = 300.0  # seconds, for each call of apt-get
+FIRST_HEARTBEAT_TIMEOUT = 600.0  # seconds, for a release that is started again as it was
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a plan needs besides itself: the files, and run.json as it will be but for its id."""
+
+    run: status.Run
+    python: str
+    release: Release | None = None  # None: it is on the host already, and is not looked at
+    secrets: Mapping[str, SecretSource] = dataclasses.field(default_factory=dict)
+    root: Path = Path()
+    first_heartbeat_timeout_seconds: float = FIRST_HEARTBEAT_TIMEOUT
+    heartbeats: bool = True
+
+
+def run_of(
+    plan: Plan, new: Release, settings: RunSettings, environment: Mapping[str, str], cwd: str | None
+) -> status.Run:
+    """run.json for a plan, pure. The run's number is not known before its directory is made."""
+    return status.Run(
+        run_id="",
+        name=plan.name,
+        command=list(new.command),
+        runtime=plan.runtime,
+        release={"id": new.id, "digest": new.digest},
+        git=dict(new.git),
+        environment=dict(environment),
+        secrets=sorted(settings.secrets),
+        secrets_file=plan.layout.secrets if settings.secrets else None,
+        run_file=plan.run_file,
+        changes=dict(plan.changes),
+        working_directory=settings.working_directory or cwd,
+        grace_seconds=settings.grace_seconds,
+        restart_attempts=settings.restart.attempts,
+        restart_minutes=settings.restart.minutes,
+        segment_bytes=settings.log.segment_megabytes << 20,
+        segments=settings.log.segments,
+    )
+
+
+def start(plan: Plan, host: Host, work: Work, report: Report, lock_wait: float = 0) -> tuple[str, str]:
+    """Do what a plan of `deploy` or `restart` says, up to the switch's acceptance.
+
+    Returns the new run's directory and the switch's record, which `switch.watch` follows. Raises DeployError;
+    then the run in progress, if any, was not touched.
+    """
+    layout = plan.layout
+    with lock.hold(host, layout.state, plan.name, plan.task, lock_wait, waiting=report) as held:
+        if plan.install:
+            install(host, plan.install, report)
+        facts = evidence.collect(host, layout.state, layout.shm, sample=0)
+        _still(plan, facts)
+        if plan.weights is not None:
+            held.check()
+            weights.stage(plan.weights, report)
+        held.check()
+        if work.release is not None:
+            done = release.write(host, layout, work.release)
+            report(f"release {work.release.id} {done}")
+        host.run(["mkdir", "-p", "--", layout.checkpoints, layout.cache], timeout=20)
+        if work.secrets:
+            values = secrets.read(work.secrets, work.root)
+            host.write(layout.secrets, secrets.content(values), mode=0o400)
+        held.check()
+        run_path = _new_run(host, layout.runs, work.run)
+        try:
+            run = dataclasses.replace(work.run, run_id=Path(run_path).name)
+            spec = {
+                "state_root": layout.state,
+                "name": plan.name,
+                "run_path": run_path,
+                "release_id": plan.release,
+                "old_run_path": plan.stop.path if plan.stop else None,
+                "grace_seconds": plan.stop.grace_seconds if plan.stop else 0,
+                "checkpoint_timeout_seconds": plan.stop.checkpoint_timeout_seconds if plan.stop else 0,
+                "first_heartbeat_timeout_seconds": work.first_heartbeat_timeout_seconds,
+                "heartbeats": work.heartbeats,
+                "by": lock.who(),
+                "start": process.start_spec(
+                    run, facts, layout.release(str(plan.release)), run_path=run_path, python=work.python
+                ),
+            }
+            return run_path, switch.start(host, spec)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(run_path)  # ours, made a moment ago, and never started
+            raise
+
+
+def stop(plan: Plan, host: Host, report: Report, lock_wait: float = 0) -> str:
+    """Start a switch that only stops, and return its record. Raises DeployError; then nothing was touched."""
+    layout = plan.layout
+    assert plan.stop is not None
+    with lock.hold(host, layout.state, plan.name, plan.task, lock_wait, waiting=report):
+        _still(plan, evidence.collect(host, layout.state, layout.shm, sample=0))
+        spec = {
+            "state_root": layout.state,
+            "name": plan.name,
+            "old_run_path": plan.stop.path,
+            "grace_seconds": plan.stop.grace_seconds,
+            "checkpoint_timeout_seconds": plan.stop.checkpoint_timeout_seconds,
+            "by": lock.who(),
+            "start": None,
+        }
+        return switch.start(host, spec)
+
+
+def install(host: Host, argv: tuple[str, ...], report: Report) -> None:
+    """Install tini; without it the run is as safe, since launch can be the subreaper, so this never fails a deploy."""
+    report(f"installing tini: {' '.join(argv)}")
+    quiet = {"DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        done = host.run(argv, timeout=INSTALL_TIMEOUT, env=quiet, check=False)
+        if done.code:  # a fresh machine has no package lists
+            host.run([argv[0], "update"], timeout=INSTALL_TIMEOUT, env=quiet)
+            host.run(argv, timeout=INSTALL_TIMEOUT, env=quiet)
+    except DeployError as error:
+        report(f"tini was not installed ({error}); going on without it, launch is the subreaper")
+
+
+def _still(plan: Plan, facts: Mapping[str, Any]) -> None:
+    """Between the plan that was shown and the lock somebody else may have deployed."""
+    if seen(facts, plan.name) != plan.seen:
+        raise DeployError(
+            f"{plan.name} on {plan.host} has changed since the plan was made (another deploy, or its run ended); "
+            "nothing was done, look at fab status and try again"
+        )
+
+
+def _new_run(host: Host, runs: str, run: status.Run) -> str:
+    """Make the run's directory with its run.json, and return its path. Only this machine's disk, for now."""
+    try:
+        directory = status.allocate_run(runs, run.name)
+    except OSError as error:
+        raise DeployError(f"{host.name}: {runs} cannot take a new run: {error.strerror}") from None
+    whole = dataclasses.replace(
+        run,
+        run_id=directory.path.name,
+        created=time.time(),
+        who=lock.who(),
+        origin=lock.who().partition("@")[2],
+    )
+    data = json.dumps(dataclasses.asdict(whole), ensure_ascii=False, indent=1) + "\n"
+    host.write(str(directory.path / "run.json"), data.encode())
+    return str(directory.path)

@@ -1,0 +1,293 @@
+"""What must hold before a deploy. Pure: facts in, findings out, each with what to do about it.
+
+Every check is made and every failure listed, so that nobody corrects one thing only to meet the next. Nothing
+has been changed on the host by then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.errors import DeployError
+from deploy.settings import TOY, HostSettings, RunSettings
+from deploy.sizes import age, size
+from deploy.survey import Survey
+
+TOOLS_PYTHON = (3, 9)  # what the probe, the switch and the lock's holder are written for
+TRAINER_PYTHON = (3, 11)
+# Free space without which no run is started: release, log and first checkpoints. Floors, not sums.
+DISK_COMMAND = 64 << 20
+DISK_TOY = 512 << 20
+DISK_MODEL = 4 << 30
+SHM_TOY = 16 << 20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `message` says what is, `remedy` what to do; with `warning` the deploy goes on."""
+
+    name: str
+    ok: bool
+    message: str = ""
+    remedy: str = ""
+    warning: bool = False
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.message}; {self.remedy}" if self.remedy else self.message
+
+
+def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
+    """All checks, in the order in which people would look."""
+    facts = survey.facts
+    return [
+        *_python(survey, host, run),
+        *_unbuffered(facts.get("environment", {}), run.environment),
+        _state(facts),
+        _disk(facts["state"], run),
+        *_shared_memory(survey, run),
+        *[Check("weights", False, *_halves(problem)) for problem in survey.weights_problems],
+        *[Check("data", False, *_halves(problem)) for problem in survey.data_problems],
+        *[Check("secrets", False, *_halves(problem)) for problem in survey.secret_problems],
+        *_directories(survey, run),
+        *_busy(facts, run.name),
+    ]
+
+
+def refuse(found: Iterable[Check]) -> None:
+    """Raise DeployError with all failures, a line each."""
+    failed = [check for check in found if not check.ok and not check.warning]
+    if failed:
+        raise DeployError("\n".join(check.sentence for check in failed))
+
+
+def warnings(found: Iterable[Check]) -> list[str]:
+    return [check.sentence for check in found if not check.ok and check.warning]
+
+
+# -- one subject each --------------------------------------------------------------------------------------
+
+
+def _python(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
+    facts = survey.facts
+    found = []
+    if _version(facts["python"]) < TOOLS_PYTHON:
+        found.append(
+            Check(
+                "python",
+                False,
+                f"{host.name} has Python {facts['python']}, but Drafthouse's own scripts need 3.9 or later",
+                "install a newer python3 there",
+            )
+        )
+    interpreter = survey.interpreter
+    if interpreter.problem:
+        found.append(
+            Check(
+                "python",
+                False,
+                f"{interpreter.path} on {host.name} {interpreter.problem}",
+                f"set python: of {host.name} in fabric.yaml to one that has the trainer's packages",
+            )
+        )
+    elif run.command is None and _version(interpreter.version) < TRAINER_PYTHON:
+        found.append(
+            Check(
+                "python",
+                False,
+                f"{interpreter.path} on {host.name} is Python {interpreter.version}, but "
+                "the trainer needs 3.11 or later",
+                f"set python: of {host.name} in fabric.yaml to a newer one",
+            )
+        )
+    elif run.command is None and interpreter.missing:
+        found.append(
+            Check(
+                "packages",
+                False,
+                f"{interpreter.path} on {host.name} lacks {', '.join(interpreter.missing)}",
+                "install the trainer there with pip install -c constraints.txt '.[trainer]', or set "
+                f"python: of {host.name} in fabric.yaml",
+            )
+        )
+    return found or [Check("python", True)]
+
+
+def _unbuffered(host: Mapping[str, str], run: Mapping[str, str]) -> list[Check]:
+    """A typo seen in real projects, and values that switch off what they seem to switch on.
+
+    For CPython an empty text and 0 are off; any other text, negative numbers included, is on.
+    """
+    found = []
+    for where, variables, warning in (
+        ("the run's environment", run, False),
+        ("the host's environment", host, True),
+    ):
+        for typo in ("PYTHONBUFFERED", "PYTHONUNBUFERED", "PYTHON_UNBUFFERED", "PYTHONUNBUFFER"):
+            if typo in variables:
+                found.append(
+                    Check(
+                        "unbuffered",
+                        False,
+                        f"{where} has {typo}, which Python does not know",
+                        "the name is PYTHONUNBUFFERED, and Drafthouse sets it: remove yours",
+                        warning,
+                    )
+                )
+        value = variables.get("PYTHONUNBUFFERED")
+        if value is not None and _is_off(value):
+            shown = value or "an empty text"
+            found.append(
+                Check(
+                    "unbuffered",
+                    False,
+                    f"{where} sets PYTHONUNBUFFERED to {shown}, which means off: "
+                    "output would wait in a buffer",
+                    "remove it, Drafthouse sets it to 1",
+                    warning,
+                )
+            )
+    return found or [Check("unbuffered", True)]
+
+
+def _is_off(value: str) -> bool:
+    return re.fullmatch(r"\s*[-+]?0+|", value) is not None
+
+
+def _state(facts: Mapping[str, Any]) -> Check:
+    state = facts["state"]
+    if state["writable"]:
+        return Check("state", True)
+    owner = state.get("owner_uid")
+    whose = (
+        f" (it belongs to uid {owner}, you are {facts['user']}, uid {facts['uid']})"
+        if owner is not None
+        else ""
+    )
+    return Check(
+        "state",
+        False,
+        f"the state directory {state['root']} cannot be written{whose}",
+        "deploy as its owner, or choose another with state: in fabric.yaml or DRAFTHOUSE_STATE",
+    )
+
+
+def _disk(state: Mapping[str, Any], run: RunSettings) -> Check:
+    need = DISK_COMMAND if run.command is not None else DISK_TOY if run.weights == TOY else DISK_MODEL
+    free = state.get("free_bytes")
+    if free is None or free >= need:
+        return Check("disk", True)
+    return Check(
+        "disk",
+        False,
+        f"{state['root']} has {size(free)} free, but a run needs at least {size(need)} for "
+        "release, log and checkpoints",
+        "free some, or choose another place with state: in fabric.yaml",
+    )
+
+
+def _shared_memory(survey: Survey, run: RunSettings) -> list[Check]:
+    shm, weights = survey.facts["shm"], survey.weights
+    if weights is None or weights.action not in ("toy", "copy"):
+        return [Check("shm", True)]
+    found = []
+    need = SHM_TOY if weights.action == "toy" else weights.bytes
+    if not shm["writable"]:
+        found.append(
+            Check(
+                "shm",
+                False,
+                f"{shm['root']} cannot be written by {survey.facts['user']}",
+                "choose another place with shm: in fabric.yaml or DRAFTHOUSE_SHM",
+            )
+        )
+    elif shm.get("free_bytes") is not None and shm["free_bytes"] < need:
+        found.append(
+            Check(
+                "shm",
+                False,
+                f"{shm['root']} has {size(shm['free_bytes'])} free, but the weights need {size(need)}",
+                "remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm",
+            )
+        )
+    available = survey.facts.get("memory", {}).get("available")
+    if shm.get("is_tmpfs") and available is not None and available < need:
+        found.append(
+            Check(
+                "memory",
+                False,
+                f"the weights need {size(need)} of memory, but only {size(available)} is available",
+                "stop what uses it, or add memory",
+            )
+        )
+    if not shm.get("is_tmpfs"):
+        found.append(
+            Check(
+                "shm",
+                False,
+                f"{shm['root']} is no tmpfs, so weights would be read from disk",
+                "choose a place below /dev/shm with shm: in fabric.yaml",
+                True,
+            )
+        )
+    return found or [Check("shm", True)]
+
+
+def _directories(survey: Survey, run: RunSettings) -> list[Check]:
+    """Two runs must not write the same checkpoints: the second would resume from the first's."""
+    found = []
+    mine = survey.layout.checkpoints
+    for other in survey.facts.get("runs", []):
+        words = (other.get("run") or {}).get("command") or []
+        used = words[words.index("--output-dir") + 1] if "--output-dir" in words[:-1] else None
+        if not other["alive"] or used is None:
+            continue
+        if other["name"] != run.name and used == mine:
+            found.append(
+                Check(
+                    "in use",
+                    False,
+                    f"{mine} is in use by {other['run_id']}, a run of another name",
+                    f"stop it with fab stop --name {other['name']}",
+                )
+            )
+        if other["name"] == run.name and used != mine:
+            found.append(
+                Check(
+                    "in use",
+                    False,
+                    f"{other['run_id']} runs as {run.name} with its checkpoints in {used}, not in {mine}",
+                    f"stop it with fab stop --name {run.name}, or choose another --name",
+                )
+            )
+    return found or [Check("in use", True)]
+
+
+def _busy(facts: Mapping[str, Any], name: str) -> list[Check]:
+    """A switch that is under way. (A deploy that is, is found out when its lock is asked for.)"""
+    holder = (facts.get("switch") or {}).get(name)
+    if holder is None:
+        return [Check("busy", True)]
+    since = holder.get("since")
+    ago = f" for {age(facts['time'] - since)}" if isinstance(since, int | float) else ""
+    who = f", by {holder['by']}" if holder.get("by") else ""
+    return [
+        Check(
+            "busy",
+            False,
+            f"a {holder.get('what', 'switch')} of {name} has been under way{ago}{who}",
+            "wait for it with --lock-wait SECONDS, or look with fab status",
+        )
+    ]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
+
+
+def _halves(problem: str) -> tuple[str, str]:
+    message, _, remedy = problem.partition("; ")
+    return message, remedy

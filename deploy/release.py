@@ -1,0 +1,334 @@
+"""Releases: what is deployed, as files named by their content.
+
+A release is a directory that never changes. Its id is a digest over its files, so equal settings and equal
+code are one release, and whatever differs is another. `build` is pure, `write` acts.
+
+    run.yaml       the resolved settings: what people compare
+    command.json   the trainer's argv
+    run.env        its environment, without secrets
+    app/trainer/   a copy of the trainer, so that editing the checkout never changes what runs
+    release.json   id, digests, git; the only file outside the digest
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy import flags, yamlfile
+from deploy.errors import DeployError
+from deploy.host import Host
+from deploy.settings import TOY, RunSettings
+
+ID_LENGTH = 12
+MANIFEST = "release.json"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a name's things lie on a host."""
+
+    state: str
+    shm: str
+    name: str
+    cache_root: str | None = None
+
+    @property
+    def home(self) -> str:
+        return f"{self.state}/names/{self.name}"
+
+    @property
+    def checkpoints(self) -> str:
+        return f"{self.home}/checkpoints"
+
+    @property
+    def cache(self) -> str:
+        return self.cache_root or f"{self.home}/cache"
+
+    @property
+    def secrets(self) -> str:
+        return f"{self.home}/secrets"
+
+    @property
+    def runs(self) -> str:
+        return f"{self.state}/runs"
+
+    def release(self, release_id: str) -> str:
+        return f"{self.home}/releases/{release_id}"
+
+
+@dataclass(frozen=True)
+class Release:
+    """An immutable set of files. `files` holds those that the digest covers."""
+
+    id: str
+    digest: str
+    files: Mapping[str, bytes]
+    command: tuple[str, ...]
+    git: Mapping[str, Any]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {name: _digest(data) for name, data in sorted(self.files.items())}
+
+    @property
+    def manifest(self) -> bytes:
+        """release.json: who made it and when is in run.json, since the same release may be started again."""
+        value = {"id": self.id, "digest": self.digest, "files": self.digests, "git": dict(self.git)}
+        return (json.dumps(value, indent=1) + "\n").encode()
+
+
+# -- pure --------------------------------------------------------------------------------------------------
+
+
+def command(
+    settings: RunSettings, layout: Layout, python: str, weights: str | None, data: str | None
+) -> list[str]:
+    """The argv that launch starts: the trainer with its flags, or the foreign command as it is.
+
+    `weights` and `data` are paths on the host, or `toy`.
+    """
+    if settings.command is not None:
+        return list(settings.command)
+    values = {"resume": "auto", **(settings.trainer or {})}
+    if weights is not None:
+        values["target-model"] = weights
+    if data is not None and data != TOY:  # the trainer's own default is the toy's data
+        values["data-dir"] = data
+    own = ["--output-dir", layout.checkpoints, "--cache-dir", layout.cache]
+    return [python, "-u", "-m", "trainer", *flags.argv(values), *own]
+
+
+def environment(
+    settings: RunSettings, layout: Layout, weights: str | None, data: str | None
+) -> dict[str, str]:
+    """What launch adds to the environment of the trainer; a foreign command learns its places from it."""
+    places = {}
+    if settings.command is not None:
+        places = {"DRAFTHOUSE_CHECKPOINTS": layout.checkpoints, "DRAFTHOUSE_CACHE": layout.cache}
+        places |= {"DRAFTHOUSE_WEIGHTS": weights} if weights else {}
+        places |= {"DRAFTHOUSE_DATA": data} if data else {}
+    return {**places, "PYTHONUNBUFFERED": "1", **settings.environment}
+
+
+def resolved(
+    settings: RunSettings, runtime: str, python: str, weights: str | None, data: str | None
+) -> dict[str, Any]:
+    """The settings as run.yaml shows them. Secrets by name only."""
+    value: dict[str, Any] = {"name": settings.name, "runtime": runtime}
+    if settings.command is None:
+        value |= {"python": python, "trainer": settings.trainer}
+    else:
+        value |= {"command": settings.command}
+    value |= {"weights": weights, "data": data, "environment": dict(settings.environment)}
+    value |= {"secrets": sorted(settings.secrets), "working_directory": settings.working_directory}
+    for key in ("grace_seconds", "checkpoint_timeout_seconds", "first_heartbeat_timeout_seconds"):
+        value[key] = getattr(settings, key)
+    value |= {"restart": settings.restart.model_dump(), "log": settings.log.model_dump()}
+    return value
+
+
+def build(
+    settings: RunSettings,
+    layout: Layout,
+    *,
+    runtime: str,
+    python: str,
+    weights: str | None,
+    data: str | None,
+    app: Mapping[str, bytes],
+    git: Mapping[str, Any],
+) -> Release:
+    """The release for these settings. `app` maps ``trainer/x.py`` to its content.
+
+    A foreign command gets launch and what launch imports, so that work on our trainer is no change to it.
+    """
+    from deploy import render
+
+    if settings.command is not None:
+        app = needed(app, "trainer/launch.py")
+    argv = command(settings, layout, python, weights, data)
+    variables = environment(settings, layout, weights, data)
+    files = {
+        "run.yaml": yamlfile.dump(resolved(settings, runtime, python, weights, data)).encode(),
+        "command.json": (json.dumps(argv, ensure_ascii=False, indent=1) + "\n").encode(),
+        "run.env": "".join(
+            f"{key}={render.envfile(value)}\n" for key, value in sorted(variables.items())
+        ).encode(),
+        **{f"app/{name}": content for name, content in sorted(app.items())},
+    }
+    digest = hashlib.sha256()
+    for name, data_ in sorted(files.items()):
+        digest.update(f"{name}\0{_digest(data_)}\n".encode())
+    return Release(digest.hexdigest()[:ID_LENGTH], digest.hexdigest(), files, tuple(argv), git)
+
+
+def needed(app: Mapping[str, bytes], start: str) -> dict[str, bytes]:
+    """The part of `app` that the module `start` imports, directly or through others."""
+    wanted, found = [start, "trainer/__init__.py"], {}
+    while wanted:
+        name = wanted.pop()
+        if name in found or name not in app:
+            continue
+        found[name] = app[name]
+        for node in ast.walk(ast.parse(app[name], name)):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            wanted += [f"{module.replace('.', '/')}.py" for module in modules]
+    return found
+
+
+def differences(old: Mapping[str, bytes] | None, old_digests: Mapping[str, str], new: Release) -> list[str]:
+    """What differs between a deployed release and a new one, a line each: settings by key, code by file.
+
+    `old` holds the old run.yaml (what else it holds is not needed), `old_digests` its per-file digests.
+    """
+    if old is None:
+        return []
+    before = _flat(_yaml(old.get("run.yaml", b"")))
+    after = _flat(_yaml(new.files["run.yaml"]))
+    found = []
+    for key in [*after, *(key for key in before if key not in after)]:
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT):
+            found.append(f"{key}: {_say(before.get(key, _ABSENT))} → {_say(after.get(key, _ABSENT))}")
+    code = [name for name in {**old_digests, **new.digests} if name.startswith("app/")]
+    for name in sorted(set(code)):
+        was, now = old_digests.get(name), new.digests.get(name)
+        if was != now:
+            word = "new" if was is None else "removed" if now is None else "changed"
+            found.append(f"{name.removeprefix('app/')}: {word}")
+    if not found and old_digests != new.digests:  # only what follows from neither, like another state root
+        found = [
+            f"{name}: changed"
+            for name in sorted({**old_digests, **new.digests})
+            if old_digests.get(name) != new.digests.get(name)
+        ]
+    return found
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "not set"
+
+
+_ABSENT = _Absent()
+
+
+def _say(value: Any) -> str:
+    if value is None or value is _ABSENT:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value) if isinstance(value, str) and (not value or set(value) - _PLAIN) else str(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+_PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._/@:+-")
+
+
+def _flat(value: Any, way: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        found: dict[str, Any] = {}
+        for key, item in value.items():
+            found |= _flat(item, f"{way}.{key}" if way else str(key))
+        return found
+    return {way: value} if way else {}
+
+
+def _yaml(data: bytes) -> Any:
+    try:
+        return yamlfile.parse(data.decode(), "run.yaml").value
+    except (DeployError, UnicodeDecodeError):  # damaged: then everything is new
+        return None
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+# -- acting ------------------------------------------------------------------------------------------------
+
+
+def trainer_files(root: Path) -> dict[str, bytes]:
+    """The trainer's sources in a checkout, as ``{"trainer/launch.py": b"..."}``, and nothing else."""
+    package = root / "trainer"
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(package.rglob("*.py"))
+        if not any(part.startswith((".", "__pycache__")) for part in path.relative_to(root).parts)
+    }
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """``{"commit": ..., "dirty": ...}`` of the checkout; empty outside of one."""
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(root), *words], capture_output=True, timeout=20, stdin=subprocess.DEVNULL
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    if not commit:
+        return {}
+    return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+
+
+def deployed(host: Host, layout: Layout, release_id: str) -> tuple[dict[str, bytes], dict[str, str]] | None:
+    """(files that people compare, per-file digests) of a release on a host; None if it is not there."""
+    path = layout.release(release_id)
+    manifest = host.read(f"{path}/{MANIFEST}")
+    if manifest is None:
+        return None
+    try:
+        digests = json.loads(manifest)["files"]
+    except (ValueError, KeyError, TypeError):
+        digests = {}
+    files = {name: host.read(f"{path}/{name}") for name in ("run.yaml", "command.json")}
+    return {name: data for name, data in files.items() if data is not None}, digests
+
+
+def damage(host: Host, layout: Layout, release: Release) -> list[str] | None:
+    """Files of this release on the host that are not what they were; None if the release is not there.
+
+    Only the manifest that was written at the end of a release says that it is there.
+    """
+    path = layout.release(release.id)
+    if host.read(f"{path}/{MANIFEST}") is None:
+        probe = host.run(["test", "-e", path], timeout=20, check=False)
+        return [MANIFEST] if probe.code == 0 else None
+    return [name for name, data in sorted(release.files.items()) if host.read(f"{path}/{name}") != data]
+
+
+def write(host: Host, layout: Layout, release: Release) -> str:
+    """Put the release on the host; returns ``written``, ``there already``, or how a damaged one was mended.
+
+    It appears by rename. One that is there is never written to; a damaged one is moved aside, whole, so that
+    nothing that somebody changed there is lost, and the files that it should have had take its place.
+    """
+    path = layout.release(release.id)
+    bad = damage(host, layout, release)
+    if bad == []:
+        return "there already"
+    done = "written"
+    if bad:
+        aside = f"{layout.home}/releases/.damaged-{release.id}-{int(time.time())}"
+        host.run(["mv", "-T", "--", path, aside], timeout=60)
+        done = (
+            f"written again: {', '.join(bad[:3])} on the host had been changed; the old files are in {aside}"
+        )
+    host.write_tree(path, {**release.files, MANIFEST: release.manifest}, mode=0o444)
+    return done

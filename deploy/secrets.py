@@ -1,0 +1,100 @@
+"""Secrets: read on this machine, kept on the host in one file that nobody but its owner reads.
+
+They never reach an argument, a release, run.json, a plan or a log: what these hold are names. The file lies
+outside the releases, `names/<name>/secrets`, mode 0400, and launch hands its lines to the trainer alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from deploy.errors import DeployError
+from deploy.settings import SecretSource
+
+COMMAND_TIMEOUT = 60.0  # seconds; a password manager may have to ask
+
+
+def describe(source: SecretSource) -> str:
+    """``from the environment``, without the value and without the command's arguments."""
+    if source.env:
+        return f"from {source.env} of this machine's environment"
+    return f"from the file {source.file}" if source.file else "from a command"
+
+
+def problems(
+    sources: Mapping[str, SecretSource], root: Path, environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """What can be seen to be missing without running any command, a sentence each."""
+    found = []
+    for name, source in sorted(sources.items()):
+        if source.env and source.env not in environment:
+            found.append(
+                f"secret {name} needs the environment variable {source.env}; set it and deploy again"
+            )
+        if source.file and not _file(root, source.file).is_file():
+            found.append(
+                f"secret {name} needs the file {_file(root, source.file)}; write it and deploy again"
+            )
+    return found
+
+
+def read(
+    sources: Mapping[str, SecretSource], root: Path, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The values. Raises DeployError naming the secret, never what was read."""
+    return {name: _read(name, source, root, environment) for name, source in sorted(sources.items())}
+
+
+def content(values: Mapping[str, str]) -> bytes:
+    """The file that launch reads: KEY=value entries, ended by newlines, or by NUL if a value has several lines."""
+    for name, value in values.items():
+        if "\0" in value:
+            raise DeployError(
+                f"secret {name} has a zero byte, which no environment can hold; correct its source"
+            )
+    end = "\0" if any("\n" in value for value in values.values()) else "\n"
+    return "".join(f"{name}={value}{end}" for name, value in sorted(values.items())).encode()
+
+
+def _read(name: str, source: SecretSource, root: Path, environment: Mapping[str, str]) -> str:
+    if source.env:
+        if source.env not in environment:
+            raise DeployError(
+                f"secret {name} needs the environment variable {source.env}; set it and deploy again"
+            )
+        return environment[source.env]
+    if source.file:
+        try:
+            return _text(name, _file(root, source.file).read_bytes())
+        except OSError as error:
+            raise DeployError(
+                f"secret {name} needs the file {source.file}, which cannot be read "
+                f"({error.strerror}); correct secrets: in the run's file"
+            ) from None
+    argv = shlex.split(source.command) if isinstance(source.command, str) else list(source.command or ())
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_TIMEOUT, cwd=root
+        )
+    except OSError as error:
+        raise DeployError(f"secret {name}: {argv[0]} cannot be started ({error.strerror})") from None
+    except subprocess.TimeoutExpired:
+        raise DeployError(f"secret {name}: {argv[0]} did not answer within {COMMAND_TIMEOUT:g} s") from None
+    if done.returncode or not done.stdout:
+        raise DeployError(f"secret {name}: {argv[0]} gave nothing (exit code {done.returncode})")
+    return _text(name, done.stdout)
+
+
+def _text(name: str, data: bytes) -> str:
+    try:
+        return data.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise DeployError(f"secret {name} is no UTF-8 text") from None
+
+
+def _file(root: Path, text: str) -> Path:
+    return root / Path(text).expanduser()

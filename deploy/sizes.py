@@ -1,0 +1,24 @@
+"""Sizes and times for people."""
+
+from __future__ import annotations
+
+
+def size(count: float) -> str:
+    """``812 MB``, ``3.2 GB``: powers of ten, as disks and NVIDIA's tools are labelled."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 999.5 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if count >= 9.95 or unit == "B" else f"{count:.1f} {unit}"
+
+
+def age(seconds: float) -> str:
+    """``4 s``, ``12 min``, ``3 h 05 min``, ``2 d 04 h``: two parts at most."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    minutes = whole // 60
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
