@@ -8,7 +8,8 @@ state {root exists writable owner_uid free_bytes total_bytes}, shm {root is_tmpf
 total_bytes}, memory {total available}, environment {PYTHON*}, cpus, engine {client answers version compose
 error}, tini, apt, systemd, names {name: {current previous releases stop}}, runs [..], switch and locks
 {name: null or who holds it}, weights [{name digest path bytes}], problems [..]. Sizes are bytes, times Unix
-seconds, `cpu_ticks` a pair of counts, `sample_seconds` apart, of which there are `clock_ticks` a second.
+seconds, `cpu_ticks` two counts `sample_seconds` apart (one, without a sample or once the process is gone), of
+which there are `clock_ticks` a second.
 """
 
 from __future__ import annotations
@@ -226,10 +227,10 @@ class Probe:
         chosen = [process for run in runs for process in run["processes"]]
         if chosen and self.sample > 0:
             time.sleep(max(0.0, self.sample - (time.monotonic() - began)))
-        for process in chosen:
-            now = procfs.stat(process["pid"]) if self.sample > 0 else None
-            same = now and now["start"] == before[process["pid"]]["start"]
-            process["cpu_ticks"].append(now["ticks"] if now and same else process["cpu_ticks"][0])
+        for process in chosen if self.sample > 0 else []:
+            now = procfs.stat(process["pid"])
+            if now and now["start"] == before[process["pid"]]["start"]:
+                process["cpu_ticks"].append(now["ticks"])
 
 
 def number(value: dict[str, Any] | None, key: str) -> float | None:

@@ -1,0 +1,185 @@
+"""Several hosts side by side: ``fab -H a,b deploy``.
+
+Fabric runs a task for one host after the other and stops at the first failure. Here the hosts of one task run
+at once, every line says which host it comes from, a failure on one leaves the others alone, and at the end
+each host's result is listed. fabric.yaml: ``tasks: {executor_class: deploy.executor.Parallel}``.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from fabric.executor import Executor
+from fabric.tasks import ConnectionCall
+from invoke import Exit
+
+from deploy.errors import USAGE, DeployError
+
+
+def hosts_of(context: Any, host: str | None, default: str = "localhost") -> str:
+    """The one host that a task body acts on: of ``--host``, else of Fabric's ``-H``, else `default`.
+
+    Raises DeployError if both name one: Fabric itself would silently prefer one of them.
+    """
+    connected = getattr(context, "host", None)  # a Connection, under -H; a plain Context has none
+    if connected and host:
+        raise DeployError(
+            f"-H {connected} and --host {host} both name hosts: use --host for one, or -H for several",
+            code=USAGE,
+        )
+    return connected or host or default
+
+
+class Parallel(Executor):
+    """Fabric's executor, with the calls of one task for several hosts made at once."""
+
+    def execute(self, *tasks: Any) -> dict[Any, Any]:
+        calls = self.expand_calls(self.normalize(tasks))
+        results: dict[Any, Any] = {}
+        for _, group in itertools.groupby(calls, key=_same_task):
+            together = list(group)
+            if len(together) == 1:
+                results[together[0].task] = self._call(together[0], self.config)
+            else:
+                self._side_by_side(together)
+        return results
+
+    def _call(self, call: Any, config: Any) -> Any:
+        config.load_collection(self.collection.configuration(call.called_as))
+        config.load_shell_env()
+        return call.task(call.make_context(config), *call.args, **call.kwargs)
+
+    def _side_by_side(self, calls: list[Any]) -> None:
+        names = [call.init_kwargs["host"] for call in calls]
+        ends: dict[str, str] = {}
+        codes: dict[str, int] = {}
+        width = max(len(name) for name in names)
+        out, err = Prefixed(sys.stdout), Prefixed(sys.stderr)
+
+        def work(call: Any, name: str) -> None:
+            for stream in (out, err):
+                stream.begin(f"{name:{width}} │ ")
+            try:
+                self._call(call, self.config.clone())
+                codes[name], ends[name] = 0, "ok"
+            except BaseException as error:
+                codes[name], ends[name] = outcome(error)
+            finally:
+                for stream in (out, err):
+                    stream.end()
+
+        # Daemons, so that Ctrl-C ends the command at once: what is under way on a host goes on there.
+        threads = [
+            threading.Thread(target=work, args=pair, daemon=True) for pair in zip(calls, names, strict=True)
+        ]
+        stdout, stderr = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.stdout, sys.stderr = stdout, stderr
+        for name in names:
+            print(f"{name:{width}}   {ends[name]}")
+        failed = [name for name in names if codes[name]]
+        if failed:
+            raise Exit(f"failed on {', '.join(failed)}", code=max(codes[name] for name in failed))
+
+
+def outcome(error: BaseException) -> tuple[int, str]:
+    """(exit code, words) of how a task ended on one host. Prints the traceback of a programming error."""
+    if isinstance(error, DeployError):
+        return error.code, str(error)
+    if isinstance(error, Exit):
+        return error.code, error.message or f"exit code {error.code}" if error.code else "ok"
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return code, f"exit code {code}" if code else "ok"
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    traceback.print_exception(error, file=sys.stderr)
+    return 1, f"{type(error).__name__}: {error}"
+
+
+def _same_task(call: Any) -> Any:
+    """Calls of one task with the same arguments, for different hosts, belong together."""
+    if not isinstance(call, ConnectionCall):
+        return id(call)
+    return (call.task, call.called_as, repr(call.args), repr(call.kwargs))
+
+
+class Prefixed(io.TextIOBase):
+    """A stream that puts the writing thread's prefix before each of its lines, and never mixes two lines.
+
+    A thread without a prefix writes through. `buffer` takes bytes, as sys.stdout.buffer does.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self.buffer = _Bytes(self)
+
+    def begin(self, prefix: str) -> None:
+        self._local.prefix = prefix
+        self._local.rest = ""
+
+    def end(self) -> None:
+        """Write what is left of the thread's last line."""
+        if self._local.rest:
+            self._put([self._local.rest])
+        del self._local.prefix
+
+    def write(self, text: str) -> int:
+        if not hasattr(self._local, "prefix"):
+            with self._lock:
+                return self._stream.write(text)
+        *lines, self._local.rest = (self._local.rest + text).split("\n")
+        self._put(lines)
+        return len(text)
+
+    def _put(self, lines: Iterable[str]) -> None:
+        text = "".join(f"{self._local.prefix}{line}\n" for line in lines)
+        if text:
+            with self._lock:
+                self._stream.write(text)
+                self._stream.flush()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+
+class _Bytes(io.RawIOBase):
+    """The bytes side of a `Prefixed`."""
+
+    def __init__(self, text: Prefixed) -> None:
+        self._text = text
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._text.isatty()
+
+    def write(self, data: Any) -> int:
+        self._text.write(bytes(data).decode("utf-8", "replace"))
+        return len(data)
+
+    def flush(self) -> None:
+        self._text.flush()
