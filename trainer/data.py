@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from trainer.attention import Blocks
+from trainer.data_meta import SCHEMA, check_meta, read_meta
 from trainer.errors import InputError
 
-SCHEMA = 1
 SHARD_DOCUMENTS = 65536
 BATCH_DOCUMENTS = 4096  # rows of one Arrow record batch
 CONTEXT_BUCKET = 64  # the context is cut at a multiple of this, so that few shapes occur
@@ -153,37 +153,7 @@ class Completions:
 
     def check_target(self, tokenizer: str, vocab_size: int) -> None:
         """Raises InputError if these ids were made with another tokenizer than the target's."""
-        if self.meta["tokenizer"] != tokenizer:
-            raise InputError(
-                f"--data-dir {self.directory}: it was tokenised with another tokenizer than the target's "
-                f"({self.meta['tokenizer']}, for {self.meta.get('target', 'an unnamed target')}; "
-                f"the target has {tokenizer}); prepare it again"
-            )
-        if self.meta["largest_id"] >= vocab_size:
-            raise InputError(
-                f"--data-dir {self.directory}: it holds the token {self.meta['largest_id']}, "
-                f"beyond the target's vocabulary of {vocab_size}"
-            )
-
-
-def read_meta(directory: str | Path) -> dict[str, Any]:
-    """data.json of a data directory. Raises InputError if it is missing or not ours."""
-    path = Path(directory) / "data.json"
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(
-            f"--data-dir {directory}: it has no data.json, so it holds no tokenised completions; "
-            "make them with python -m trainer.prepare"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"--data-dir {directory}: data.json cannot be read ({error})") from None
-    if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
-        raise InputError(f"--data-dir {directory}: data.json has not the schema {SCHEMA} of this version")
-    missing = [key for key in ("tokenizer", "documents", "largest_id", "shards") if key not in meta]
-    if missing:
-        raise InputError(f"--data-dir {directory}: data.json lacks the key '{missing[0]}'")
-    return meta
+        check_meta(self.directory, self.meta, tokenizer, vocab_size)
 
 
 def _views(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -284,7 +254,7 @@ class Reader:
             batches = []
             for length in np.unique(self._padded):
                 members = rng.permutation(np.flatnonzero(self._padded == length))
-                size = max(1, min(self.portions.max_batch_size, self.portions.token_budget // int(length)))
+                size = self._documents_of(int(length))
                 batches += [members[i : i + size] for i in range(0, len(members), size)]
             self._order = (epoch, [batches[i] for i in rng.permutation(len(batches))])
         return self._order[1]
@@ -295,18 +265,42 @@ class Reader:
         members = [int(i) for i in self.order(epoch)[index]]
         return self._collate(members, epoch)
 
+    def length(self, document: int) -> int:
+        """Tokens of a document as it is trained on: cut at the longest allowed."""
+        return min(int(self.completions.lengths[document]), self.portions.max_seq_len)
+
+    def groups(self) -> list[np.ndarray]:
+        """All documents in fixed groups of like length, none larger than a micro-batch: the same for every
+        epoch and seed.
+        """
+        found = []
+        for length in np.unique(self._padded):
+            members = np.flatnonzero(self._padded == length)
+            size = self._documents_of(int(length))
+            found += [members[i : i + size] for i in range(0, len(members), size)]
+        return found
+
+    def _documents_of(self, length: int) -> int:
+        """How many documents of a padded length make a micro-batch."""
+        return max(1, min(self.portions.max_batch_size, self.portions.token_budget // length))
+
+    def padded(self, members: Sequence[int] | np.ndarray, extra: int = 0) -> np.ndarray:
+        """Token ids [documents, S + extra], zero behind each document's end."""
+        width = int(self._padded[members].max())
+        tokens = np.zeros((len(members), width + extra), dtype=np.int64)
+        for row, member in enumerate(members):
+            length = self.length(int(member))
+            tokens[row, :length] = self.completions.document(int(member))[0][:length]
+        return tokens
+
     def _collate(self, members: list[int], epoch: int) -> Batch:
         p = self.portions
-        pairs = [self.completions.document(i) for i in members]
-        ids = [pair[0][: p.max_seq_len] for pair in pairs]
-        masks = [pair[1][: p.max_seq_len] for pair in pairs]
-        lengths = [len(x) for x in ids]
-        width = int(self._padded[members].max())
+        masks = [self.completions.document(i)[1][: p.max_seq_len] for i in members]
         # Wider than the batch, so that the labels of a block at the very end stay inside.
-        tokens = np.zeros((len(members), width + p.block_size), dtype=np.int64)
+        tokens = self.padded(members, extra=p.block_size)
+        width = tokens.shape[1] - p.block_size
         supervised = np.zeros(tokens.shape, dtype=bool)
-        for row, (document, mask) in enumerate(zip(ids, masks, strict=True)):
-            tokens[row, : len(document)] = document
+        for row, mask in enumerate(masks):
             supervised[row, : len(mask)] = mask != 0
 
         candidates = [valid_anchors(mask, p.block_size) for mask in masks]
@@ -333,7 +327,7 @@ class Reader:
         return Batch(
             documents=members,
             input_ids=torch.from_numpy(np.ascontiguousarray(tokens[:, :width])),
-            lengths=lengths,
+            lengths=[len(mask) for mask in masks],
             blocks=blocks,
             block_ids=torch.from_numpy(block_ids),
             labels=torch.from_numpy(labels),

@@ -10,12 +10,8 @@ tapped layers, d head width.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,148 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.attention import Blocks, two_part_attention
+from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 
 Attend = Callable[..., Tensor]  # as two_part_attention
-
-
-def default_layer_ids(layers: int, taps: int | None = None) -> list[int]:
-    """Which decoder layers of a target with `layers` of them are tapped; an id is the *output* of that layer.
-
-    Evenly spaced over [1, layers - 3], as published checkpoints do; over [0, layers - 2] where that range is
-    too short to give `taps` different ids. The last layer is never tapped. `taps` defaults to 5, or what
-    there is. Raises InputError if the target has too few layers.
-    """
-    if layers < 2:
-        raise InputError(f"the target has {layers} layer: a drafter needs one with at least 2")
-    taps = min(5, layers - 1) if taps is None else taps
-    if not 1 <= taps <= layers - 1:
-        raise InputError(
-            f"--num-taps {taps} is out of range: this target has {layers} layers, so 1 to {layers - 1}"
-        )
-    if taps == 1:
-        return [min(layers // 2, layers - 2)]
-    for first, last in ((1, layers - 3), (0, layers - 2)):
-        ids = [round(first + i * (last - first) / (taps - 1)) for i in range(taps)]
-        if len(set(ids)) == taps:
-            return ids
-    raise AssertionError("unreachable: layers - 1 different ids always fit")
-
-
-def check_layer_ids(ids: Sequence[int], layers: int) -> list[int]:
-    """`ids` if each is a layer that may be tapped, in growing order; else InputError."""
-    found = list(ids)
-    if not found or found != sorted(set(found)) or found[0] < 0 or found[-1] > layers - 2:
-        raise InputError(
-            f"--target-layer-ids {','.join(map(str, found))} does not fit a target of {layers} layers: "
-            f"give different ids from 0 to {layers - 2} in growing order (the last layer cannot be tapped)"
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class DrafterConfig:
-    """All that determines the drafter's shape; written to config.json beside its weights."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    vocab_size: int
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    max_position_embeddings: int = 32768
-
-    @classmethod
-    def for_target(
-        cls,
-        target_config: Any,
-        *,
-        block_size: int = 16,
-        num_layers: int = 5,
-        target_layer_ids: Sequence[int] | None = None,
-        num_taps: int | None = None,
-        mask_token_id: int,
-    ) -> DrafterConfig:
-        """A drafter with the width, heads and rotary base of a target (its Hugging Face text config).
-
-        Raises InputError for layer ids or a mask token that the target does not have.
-        """
-        layers = int(target_config.num_hidden_layers)
-        vocab = int(target_config.vocab_size)
-        if not 0 <= mask_token_id < vocab:
-            raise InputError(f"--mask-token-id {mask_token_id} is not in the target's vocabulary of {vocab}")
-        ids = (
-            check_layer_ids(target_layer_ids, layers)
-            if target_layer_ids
-            else default_layer_ids(layers, num_taps)
-        )
-        heads = int(target_config.num_attention_heads)
-        rope = getattr(target_config, "rope_parameters", None) or {}
-        theta = rope.get("rope_theta") or getattr(target_config, "rope_theta", None) or 10000.0
-        return cls(
-            hidden_size=int(target_config.hidden_size),
-            intermediate_size=int(target_config.intermediate_size),
-            num_hidden_layers=num_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=int(getattr(target_config, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(target_config, "head_dim", None) or target_config.hidden_size // heads),
-            rms_norm_eps=float(getattr(target_config, "rms_norm_eps", 1e-6)),
-            rope_theta=float(theta),
-            vocab_size=vocab,
-            block_size=block_size,
-            mask_token_id=mask_token_id,
-            target_layer_ids=tuple(ids),
-            num_target_layers=layers,
-            max_position_embeddings=int(getattr(target_config, "max_position_embeddings", 32768)),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The keys under which serving engines look for a DFlash drafter."""
-        value = dataclasses.asdict(self)
-        del value["mask_token_id"], value["target_layer_ids"]
-        return {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            **value,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "max_window_layers": self.num_hidden_layers,
-            "dtype": "float32",
-            "tie_word_embeddings": False,
-            "is_causal": False,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-                "block_size": self.block_size,
-                "causal": False,
-            },
-        }
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> DrafterConfig:
-        """The reverse of `to_json`. Raises InputError if a key is missing."""
-        flat = {**value, **value.get("dflash_config", {})}
-        names = [field.name for field in dataclasses.fields(cls)]
-        missing = [name for name in names if name not in flat]
-        if missing:
-            raise InputError(f"config.json of a drafter lacks the key '{missing[0]}'; it is not one of ours")
-        chosen = {name: flat[name] for name in names}
-        chosen["target_layer_ids"] = tuple(chosen["target_layer_ids"])
-        return cls(**chosen)
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
 
 class RMSNorm(nn.Module):
@@ -371,13 +229,13 @@ class Drafter(nn.Module):
                     raise InputError(
                         f"--init-from-target cannot read this kind of target: its layers have no {name}"
                     )
-        for name, goal, source in pairs:
-            if source.shape != goal.shape:
+        for name, own, source in pairs:
+            if source.shape != own.shape:
                 raise InputError(
                     f"--init-from-target cannot copy the target's {name} of shape {tuple(source.shape)} "
-                    f"into the drafter's of shape {tuple(goal.shape)}; leave the flag out"
+                    f"into the drafter's of shape {tuple(own.shape)}; leave the flag out"
                 )
-            goal.copy_(source)
+            own.copy_(source)
 
 
 def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, cache: ContextCache, layer: int) -> Tensor:
@@ -387,9 +245,9 @@ def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, cache: ContextCa
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
 
 
-def decoder_of(model: nn.Module) -> Any:
+def decoder_of(model: Any) -> Any:
     """The part of a Hugging Face causal LM that has `layers` and the final `norm`."""
-    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", model)
+    decoder = model.get_decoder()
     if not hasattr(decoder, "layers"):
         raise InputError(f"{type(model).__name__} is not a decoder whose layers can be tapped")
     return decoder

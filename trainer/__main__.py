@@ -1,0 +1,95 @@
+"""python -u -m trainer: train a DFlash drafter. The flags are in trainer/config.py, the run in
+trainer/train.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer import config
+from trainer.errors import InputError
+from trainer.monitor import Monitor, say
+from trainer.status import RUN_DIR_VARIABLE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 trained or stopped as asked, 1 a checkpoint was lost, 2 wrong input."""
+    # USR1 prints every thread's stack, even if Python's lock is held for ever; launch asks for it.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save yet: no traceback either
+    try:
+        request = config.parse(argv)
+        settings = request.settings
+        if request.print_config:
+            say(json.dumps(dataclasses.asdict(settings), indent=1))
+            return 0
+        if request.check_config:
+            say(config_check(settings))
+            return 0
+        return train(settings)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.code
+
+
+def train(settings: config.Settings) -> int:
+    where = settings.run_dir or os.environ.get(RUN_DIR_VARIABLE)
+    if where and not Path(where).is_dir():
+        raise InputError(f"--run-dir {where}: there is no such directory; launch makes it before the start")
+    monitor = Monitor(Path(where) if where else None)
+    try:
+        if settings.target_model != "toy":  # before torch is imported: the answer is there at once
+            say(config_check(settings, weights=True))
+        monitor.phase("loading", "importing torch")
+        from trainer.train import run
+
+        return run(settings, monitor)
+    finally:
+        monitor.close()
+
+
+def config_check(settings: config.Settings, *, weights: bool = False) -> str:
+    """Check what can be checked from small files: the target's config.json, the data's data.json.
+
+    `weights` adds the headers of the weights. Returns one line that describes the run. Raises InputError.
+    """
+    from trainer.data_meta import check_meta, read_meta
+    from trainer.drafter_config import DrafterConfig
+    from trainer.modeldir import check_weights, default_mask_token, read_config, text_config, tokenizer_digest
+
+    if settings.target_model == "toy":
+        return "settings are valid; the toy target is made at the start"
+    target = text_config(read_config(settings.target_model))
+    mask = settings.mask_token_id
+    if mask is None:
+        mask = default_mask_token(settings.target_model, target.vocab_size)
+    drafter = DrafterConfig.for_target(
+        target,
+        block_size=settings.block_size,
+        num_layers=settings.num_draft_layers,
+        target_layer_ids=settings.target_layer_ids,
+        num_taps=settings.num_taps,
+        mask_token_id=mask,
+    )
+    assert settings.data_dir
+    meta = read_meta(settings.data_dir)
+    check_meta(settings.data_dir, meta, tokenizer_digest(settings.target_model), target.vocab_size)
+    if weights:
+        check_weights(settings.target_model)
+    return (
+        f"target {settings.target_model}: {drafter.num_target_layers} layers, width {drafter.hidden_size}, "
+        f"vocabulary {drafter.vocab_size:,} · drafter: {drafter.num_hidden_layers} layers, block "
+        f"{drafter.block_size}, taps {list(drafter.target_layer_ids)}, mask token {mask} · "
+        f"data {settings.data_dir}: {meta['documents']:,} documents"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Checkpoints: a directory that appears whole or not at all, and what a resumed run needs to go on bit for
+bit.
+
+    <output-dir>/<run>/step-00000120/{drafter.safetensors, optimizer.safetensors, config.json, state.json}
+    <output-dir>/latest -> <run>/step-00000120
+
+A checkpoint is written into a hidden directory beside its place, flushed to disk and renamed. Which one is
+newest is told by a number in state.json that grows with every save into the output directory, never by a
+clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import InputError
+from trainer.modeldir import check_safetensors
+from trainer.status import write_json
+
+SCHEMA = 1
+TENSORS = ("drafter.safetensors", "optimizer.safetensors")
+
+
+@dataclass
+class State:
+    """state.json: where a run stands."""
+
+    step: int  # optimiser steps done
+    micro_batch: int  # micro-batches consumed: the position in the data
+    epoch: int
+    total: int  # steps that the run was meant to have
+    run_id: str
+    settings: dict[str, Any]  # those that decide what is learnt
+    sequence: int = 0  # grows with every save into the output directory
+    finished: bool = False
+    rng: str = ""  # torch's CPU generator, hex
+    results: dict[str, Any] = field(default_factory=dict)  # of evaluations: {"before": …, "after": …}
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True)
+class Found:
+    path: Path
+    state: State
+
+
+class SaveError(Exception):
+    """A checkpoint could not be written; the ones before it are untouched."""
+
+
+@contextlib.contextmanager
+def output_directory(path: Path) -> Iterator[Path]:
+    """Make the output directory and hold it: one trainer at a time may write there.
+
+    Raises InputError if it cannot be made or another live trainer holds it. Leftovers of saves that were
+    killed are removed, which is safe because nobody else can be writing.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = open(path / ".lock", "w")  # noqa: SIM115  held for as long as the caller works
+    except OSError as error:
+        raise InputError(f"--output-dir {path}: cannot be written ({error.strerror})") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"--output-dir {path}: another trainer is writing there; stop it, or choose another directory"
+            ) from None
+        for leftover in path.glob("*/.partial-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield path
+
+
+def save(
+    output: Path,
+    state: State,
+    drafter: dict[str, Any],
+    optimizer: dict[str, Any],
+    config: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write a checkpoint of `state` and remove this run's oldest ones beyond `keep`. Returns its directory.
+
+    Raises SaveError if that is impossible (a full disk): then nothing else has changed.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    home = output / state.run_id
+    place = home / f"step-{state.step:08d}"
+    partial = home / f".partial-{place.name}"
+    try:
+        state.sequence = 1 + max((f.state.sequence for f in _readable(output)), default=0)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, tensors in zip(TENSORS, (drafter, optimizer), strict=True):
+            save_file({key: value.detach().contiguous() for key, value in tensors.items()}, partial / name)
+        write_json(partial / "config.json", config)
+        write_json(partial / "state.json", dataclasses.asdict(state))
+        for file in partial.iterdir():
+            _flush(file)
+        _flush(partial)
+        if place.exists():  # of an earlier start with this run id: it makes room only when ours is complete
+            place.rename(home / f".partial-old-{place.name}")
+        partial.rename(place)
+        shutil.rmtree(home / f".partial-old-{place.name}", ignore_errors=True)
+        _flush(home)
+        _point(output / "latest", place)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise SaveError(f"no checkpoint at step {state.step}: {home} cannot be written ({error})") from error
+    _retire(home, keep)
+    return place
+
+
+def finish(found: Found) -> None:
+    """Write the state of a saved checkpoint anew, its tensors being right already. Raises SaveError."""
+    try:
+        write_json(found.path / "state.json", dataclasses.asdict(found.state), durable=True)
+    except OSError as error:
+        raise SaveError(f"{found.path}/state.json cannot be written ({error})") from error
+
+
+def newest(output: Path, report: Callable[[str], None]) -> Found | None:
+    """The newest checkpoint that is whole; every newer one that is damaged is reported and passed over."""
+    for path in _directories(output):
+        if isinstance(read := _read_state(path), str):
+            report(f"warning: checkpoint {path} is damaged and passed over: {read}")
+    for found in sorted(_readable(output), key=lambda f: f.state.sequence, reverse=True):
+        if wrong := _damage(found.path):
+            report(f"warning: checkpoint {found.path} is damaged and passed over: {wrong}")
+        else:
+            return found
+    return None
+
+
+def load(found: Found) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(drafter, optimizer) tensors of a checkpoint."""
+    from safetensors.torch import load_file
+
+    drafter, optimizer = (load_file(found.path / name) for name in TENSORS)
+    return drafter, optimizer
+
+
+def read_config(found: Found) -> dict[str, Any]:
+    """config.json of a checkpoint: the drafter's shape."""
+    return json.loads((found.path / "config.json").read_text(encoding="utf-8"))
+
+
+def _directories(output: Path) -> list[Path]:
+    return sorted(path for path in output.glob("*/step-*") if path.is_dir() and not path.parent.is_symlink())
+
+
+def _readable(output: Path) -> list[Found]:
+    states = ((path, _read_state(path)) for path in _directories(output))
+    return [Found(path, state) for path, state in states if isinstance(state, State)]
+
+
+def _read_state(path: Path) -> State | str:
+    """The state, or what is wrong with it."""
+    try:
+        value = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        names = {f.name for f in dataclasses.fields(State)}
+        return State(**{key: item for key, item in value.items() if key in names})
+    except OSError as error:
+        return f"state.json cannot be read ({error.strerror})"
+    except (ValueError, TypeError, AttributeError):
+        return "state.json is not what was written there"
+
+
+def _damage(path: Path) -> str | None:
+    for name in TENSORS:
+        if wrong := check_safetensors(path / name):
+            return f"{name} {wrong}"
+    return None
+
+
+def _retire(home: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints of one run."""
+    mine = [Found(p, s) for p in home.glob("step-*") if isinstance(s := _read_state(p), State)]
+    mine.sort(key=lambda f: f.state.sequence)
+    for found in mine[: max(len(mine) - keep, 0)]:
+        shutil.rmtree(found.path, ignore_errors=True)
+
+
+def _point(link: Path, goal: Path) -> None:
+    """Make `link` lead to `goal`, by rename: it never leads nowhere."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    temporary.symlink_to(os.path.relpath(goal, link.parent))
+    os.replace(temporary, link)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,294 @@
+"""The command line: every flag, its range, and the same names in a run's file.
+
+Settings come from three places, the later winning: the defaults below, the ``trainer:`` mapping of ``--config
+FILE.yaml``, the command line. There is one table, the fields of `Settings`; argparse, the reading of YAML and
+the errors are derived from it. Standard library and PyYAML only: a wrong flag is told at once, not after
+torch has been imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer.errors import InputError, nearest
+from trainer.status import RUN_DIR_VARIABLE
+
+CACHE_VARIABLE = "DRAFTHOUSE_CACHE"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the text of a flag becomes a value. `read` raises ValueError; `what` ends "must be …"."""
+
+    read: Callable[[str], Any]
+    what: str
+    types: tuple[type, ...] = (str,)  # what YAML may give instead of text
+
+
+def integer(least: int, most: int | None = None) -> Kind:
+    def read(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            raise ValueError
+        return value
+
+    span = f"from {least} to {most}" if most is not None else f"of at least {least}"
+    return Kind(read, f"a whole number {span}", (int,))
+
+
+def number(least: float, below: float | None = None, *, positive: bool = False) -> Kind:
+    def read(text: str) -> float:
+        value = float(text)
+        if not least <= value < (float("inf") if below is None else below) or (positive and value == 0):
+            raise ValueError
+        return value
+
+    span = f"from {least:g} to below {below:g}" if below is not None else f"of at least {least:g}"
+    return Kind(read, "a number above 0" if positive else f"a number {span}", (int, float))
+
+
+def one_of(*words: str) -> Kind:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError
+        return text
+
+    return Kind(read, " or ".join(words))
+
+
+def _device(text: str) -> str:
+    if text in ("auto", "cpu", "cuda") or (text.startswith("cuda:") and text[5:].isdigit()):
+        return text
+    raise ValueError
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+TEXT = Kind(str, "text")
+DIRECTORY = Kind(lambda text: str(Path(text).expanduser()), "a path")
+SWITCH = Kind(lambda text: {"true": True, "false": False}[text.lower()], "true or false", (bool,))
+INTEGERS = Kind(_integers, "whole numbers separated by commas", (list, int))
+DEVICE = Kind(_device, "auto, cpu, cuda or cuda:N")
+
+
+def flag(default: Any, kind: Kind, help: str, *, learns: bool = False) -> Any:
+    """A field of `Settings`. `learns`: it decides what is learnt, so a resumed run should not change it."""
+    return field(default=default, metadata={"kind": kind, "help": help, "learns": learns})
+
+
+def _cache() -> str:
+    return os.environ.get(CACHE_VARIABLE) or str(Path("~/.cache/drafthouse").expanduser())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One field per flag: ``--max-steps`` is `max_steps`, in YAML either spelling."""
+
+    target_model: str = flag(
+        "", DIRECTORY, "model directory of the target; toy: a small one, made on the spot"
+    )
+    data_dir: str | None = flag(None, DIRECTORY, "tokenised completions (default: the toy's, with toy)")
+    output_dir: str = flag("checkpoints", DIRECTORY, "where checkpoints go")
+    cache_dir: str | None = flag(
+        None, DIRECTORY, f"where the toy is kept (default: ${CACHE_VARIABLE}, ~/.cache)"
+    )
+    run_dir: str | None = flag(None, DIRECTORY, f"the run's directory (default: ${RUN_DIR_VARIABLE})")
+    resume: str = flag("auto", one_of("auto", "never"), "go on from the newest checkpoint, if unfinished")
+
+    epochs: int = flag(6, integer(1), "passes over the data", learns=True)
+    max_steps: int | None = flag(
+        None, integer(1), "optimiser steps, if fewer than the epochs have", learns=True
+    )
+    lr: float = flag(6e-4, number(0, positive=True), "peak learning rate", learns=True)
+    warmup_ratio: float = flag(0.04, number(0, 1), "part of the steps that warms up", learns=True)
+    weight_decay: float = flag(0.01, number(0), "AdamW's, for matrices", learns=True)
+    grad_accum: int = flag(1, integer(1), "micro-batches per optimiser step", learns=True)
+    grad_clip: float = flag(1.0, number(0), "largest norm of a gradient; 0: no limit", learns=True)
+    token_budget: int = flag(16384, integer(16), "positions in a micro-batch, padding included", learns=True)
+    max_seq_len: int = flag(3072, integer(16), "longer documents are cut here", learns=True)
+    max_batch_size: int = flag(64, integer(1), "documents in a micro-batch", learns=True)
+    max_anchors: int = flag(512, integer(1), "blocks in a micro-batch, shared by its documents", learns=True)
+    seed: int = flag(0, integer(0), "of the data's order, the anchors and the first weights", learns=True)
+
+    block_size: int = flag(16, integer(2, 256), "slots in a block, the anchor included", learns=True)
+    num_draft_layers: int = flag(5, integer(1), "layers of the drafter", learns=True)
+    target_layer_ids: tuple[int, ...] | None = flag(
+        None, INTEGERS, "target layers to tap, from 0", learns=True
+    )
+    num_taps: int | None = flag(
+        None, integer(1), "how many layers to tap, if not which (default: 5)", learns=True
+    )
+    mask_token_id: int | None = flag(
+        None, integer(0), "default: <|mask|>, else the first unused id", learns=True
+    )
+    gamma: float | None = flag(
+        None, number(0, positive=True), "decay of the loss along a block (default: by its size)", learns=True
+    )
+    init_from_target: bool = flag(False, SWITCH, "start from the target's last layers", learns=True)
+
+    save_interval: int = flag(500, integer(1), "steps between checkpoints")
+    keep_checkpoints: int = flag(3, integer(1), "how many of a run are kept")
+    log_interval: float = flag(10.0, number(0), "seconds between log lines")
+    eval_prompts: int = flag(0, integer(0), "prompts for real speculative decoding before and after; 0: none")
+    eval_tokens: int = flag(128, integer(2), "tokens decoded for each prompt")
+    cache_features: bool = flag(False, SWITCH, "compute the target's features once and keep them in memory")
+    threads: int | None = flag(None, integer(1), "CPU threads (default: all)")
+    dtype: str = flag("float32", one_of("float32", "bfloat16"), "of the target", learns=True)
+    device: str = flag("auto", DEVICE, "where to compute (auto: a GPU if there is one)")
+    wandb_project: str | None = flag(None, TEXT, "also log to Weights & Biases")
+    wandb_run_name: str | None = flag(None, TEXT, "the run's name there (default: the run id)")
+
+    def learning(self) -> dict[str, Any]:
+        """The settings that decide what is learnt, as JSON values; `gamma` resolved."""
+        value = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["learns"]}
+        value["gamma"] = self.decay
+        if self.target_layer_ids is not None:
+            value["target_layer_ids"] = list(self.target_layer_ids)
+        return value
+
+    @property
+    def decay(self) -> float:
+        """γ of the loss: as given, else by block size, on the line through the published values."""
+        if self.gamma is not None:
+            return self.gamma
+        known = ((2, 1.0), (8, 4.0), (10, 5.0), (16, 7.0), (32, 10.0))
+        for (size, gamma), (next_size, next_gamma) in itertools.pairwise(known):
+            if self.block_size <= next_size:
+                return gamma + (self.block_size - size) / (next_size - size) * (next_gamma - gamma)
+        return known[-1][1]
+
+    @property
+    def cache(self) -> Path:
+        return Path(self.cache_dir or _cache())
+
+
+FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A parsed command line."""
+
+    settings: Settings
+    print_config: bool
+    check_config: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message.replace("the following arguments are required", "missing"))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = _Parser(
+        prog="python -m trainer",
+        description="Trains a DFlash drafter for a frozen target.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for name, f in FIELDS.items():
+        kind: Kind = f.metadata["kind"]
+        option = "--" + name.replace("_", "-")
+        if kind is SWITCH:
+            made.add_argument(
+                option, action=argparse.BooleanOptionalAction, default=None, help=f.metadata["help"]
+            )
+        else:
+            made.add_argument(option, metavar="X", default=None, help=_help(f))
+    made.add_argument("--config", metavar="FILE", help="a run's file; its `trainer:` mapping has these flags")
+    made.add_argument("--print-config", action="store_true", help="print the resolved settings and end")
+    made.add_argument("--check-config", action="store_true", help="check settings, target and data, and end")
+    return made
+
+
+def _help(f: Any) -> str:
+    default = "" if f.default in (None, "") else f" (default: {f.default})"
+    return f.metadata["help"].replace("%", "%%") + default
+
+
+def parse(argv: Sequence[str] | None = None) -> Request:
+    """Raises InputError, one sentence naming the flag or the file and key."""
+    made = parser()
+    arguments, unknown = made.parse_known_args(argv)
+    if unknown:
+        word = unknown[0].split("=")[0]
+        options = [option for action in made._actions for option in action.option_strings]
+        raise InputError(f"unrecognized argument {unknown[0]}{nearest(word, options)}")
+    values = read_file(arguments.config) if arguments.config else {}
+    for name, f in FIELDS.items():
+        given = getattr(arguments, name)
+        if isinstance(given, bool):
+            values[name] = given
+        elif given is not None:
+            values[name] = _read(f.metadata["kind"], given, "--" + name.replace("_", "-"))
+    settings = Settings(**values)
+    check(settings)
+    return Request(settings, arguments.print_config, arguments.check_config)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The ``trainer:`` mapping of a run's file. Raises InputError naming file and key."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--config {path}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"--config {path}: is not valid YAML ({' '.join(str(error).split())})") from None
+    mapping = value.get("trainer") if isinstance(value, dict) else None
+    if not isinstance(mapping, dict):
+        raise InputError(f"--config {path}: has no `trainer:` mapping with flags")
+    found = {}
+    for key, item in mapping.items():
+        name = str(key).replace("-", "_")
+        if name not in FIELDS:
+            raise InputError(f"--config {path}: unknown key trainer.{key}{nearest(name, FIELDS)}")
+        if item is not None:
+            found[name] = _from_yaml(FIELDS[name].metadata["kind"], item, f"--config {path}: trainer.{key}")
+    return found
+
+
+def _from_yaml(kind: Kind, item: Any, name: str) -> Any:
+    if not isinstance(item, str):
+        if not isinstance(item, kind.types) or (isinstance(item, bool) and kind is not SWITCH):
+            raise InputError(f"{name} is {item!r} and must be {kind.what}")
+        item = ",".join(map(str, item)) if isinstance(item, list) else str(item)
+    return _read(kind, item, name)
+
+
+def _read(kind: Kind, text: str, name: str) -> Any:
+    try:
+        return kind.read(text)
+    except (ValueError, KeyError):
+        raise InputError(f"{name} {text!r} must be {kind.what}") from None
+
+
+def check(settings: Settings) -> None:
+    """What flags must have in common. Raises InputError."""
+    if not settings.target_model:
+        raise InputError("--target-model is missing: give a model directory, or toy")
+    if settings.target_model != "toy" and not settings.data_dir:
+        raise InputError(
+            "--data-dir is missing: give tokenised completions of the target (only toy brings its own)"
+        )
+    if settings.max_seq_len > settings.token_budget:
+        raise InputError(
+            f"--max-seq-len {settings.max_seq_len} does not fit into --token-budget {settings.token_budget}: "
+            "one document must fit into a micro-batch"
+        )
+    if settings.block_size >= settings.max_seq_len:
+        raise InputError(
+            f"--block-size {settings.block_size} leaves no room in --max-seq-len {settings.max_seq_len}"
+        )
+    if settings.target_layer_ids is not None and settings.num_taps is not None:
+        raise InputError("--target-layer-ids and --num-taps exclude each other: give one of them")

@@ -1,0 +1,46 @@
+"""data.json of a data directory, read without torch or Arrow, so that a check is quick."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import InputError
+
+SCHEMA = 1
+
+
+def read_meta(directory: str | Path) -> dict[str, Any]:
+    """data.json of a data directory. Raises InputError if it is missing or not ours."""
+    path = Path(directory) / "data.json"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(
+            f"--data-dir {directory}: it has no data.json, so it holds no tokenised completions; "
+            "make them with python -m trainer.prepare"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"--data-dir {directory}: data.json cannot be read ({error})") from None
+    if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
+        raise InputError(f"--data-dir {directory}: data.json has not the schema {SCHEMA} of this version")
+    missing = [key for key in ("tokenizer", "documents", "largest_id", "shards") if key not in meta]
+    if missing:
+        raise InputError(f"--data-dir {directory}: data.json lacks the key '{missing[0]}'")
+    return meta
+
+
+def check_meta(directory: str | Path, meta: dict[str, Any], tokenizer: str, vocab_size: int) -> None:
+    """Raises InputError if these ids were made with another tokenizer than the target's."""
+    if meta["tokenizer"] != tokenizer:
+        raise InputError(
+            f"--data-dir {directory}: it was tokenised with another tokenizer than the target's "
+            f"({meta['tokenizer']}, for {meta.get('target', 'an unnamed target')}; "
+            f"the target has {tokenizer}); prepare it again"
+        )
+    if meta["largest_id"] >= vocab_size:
+        raise InputError(
+            f"--data-dir {directory}: it holds the token {meta['largest_id']}, "
+            f"beyond the target's vocabulary of {vocab_size}"
+        )

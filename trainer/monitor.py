@@ -1,0 +1,239 @@
+"""What a trainer process says of itself: its heartbeat, its log line, and what it is asked to do.
+
+The heartbeat is written by a thread with its own clock, so that it goes on while the main thread computes: a
+reader sees "alive, last step 40 s ago" instead of silence. It is written at most once a second. Nothing here
+needs torch: the first heartbeat is there before torch is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import resource
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.status import ATTEMPT_VARIABLE, Heartbeat, Request, RunDir
+
+PERIOD = 1.0  # s
+PARTS = ("data", "target", "forward", "objective", "backward", "optimizer")  # of a step, in this order
+
+
+def say(text: str) -> None:
+    """One line on stdout, at once."""
+    print(text, flush=True)
+
+
+@dataclass
+class Interval:
+    """What is summed from one log line to the next."""
+
+    started: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    tokens: int = 0  # of documents, without padding
+    loss: float = 0.0  # Σ w·CE
+    weight: float = 0.0  # Σ w
+    accepted: int = 0  # Σ over blocks of right slots before the first wrong one
+    blocks: int = 0
+    slots: int = 0  # slots that had a label
+    correct: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time one part of a step."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def summary(self, lr: float, memory: dict[str, int]) -> dict[str, Any]:
+        """The record of this interval: means over its steps."""
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        return {
+            "loss": self.loss / self.weight if self.weight else None,
+            "tau_hat": 1 + self.accepted / self.blocks if self.blocks else None,
+            "accuracy": self.correct / self.slots if self.slots else None,
+            "tokens_per_second": self.tokens / seconds,
+            "lr": lr,
+            "phase_seconds": {name: value / max(self.steps, 1) for name, value in self.seconds.items()},
+            "memory": memory,
+        }
+
+
+def line(step: int, total: int, record: dict[str, Any]) -> str:
+    """The log line of a record, for people."""
+
+    def value(name: str, form: str) -> str:
+        return "–" if record[name] is None else format(record[name], form)
+
+    parts = " ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in record["phase_seconds"].items())
+    return " · ".join(
+        [
+            f"step {step}/{total}",
+            f"{record['tokens_per_second']:,.0f} tok/s",
+            f"loss {value('loss', '.3f')}",
+            f"τ̂ {value('tau_hat', '.2f')}",
+            f"lr {record['lr']:.1e}",
+            f"{parts} ms",
+            f"mem {record['memory'].get('now', 0) / 1e6:,.0f} MB",
+        ]
+    )
+
+
+class Monitor:
+    """One rank's heartbeat. Without a run directory it keeps the same books and writes nothing."""
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self.run_dir = RunDir(run_dir) if run_dir else None
+        now = time.time()
+        self._heartbeat = Heartbeat(
+            pid=os.getpid(), attempt=int(os.environ.get(ATTEMPT_VARIABLE) or 1), phase_since=now
+        )
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._rates: deque[float] = deque(maxlen=100)
+        self._request_seen: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
+        if self.run_dir:
+            # What an earlier attempt answered is answered; it must not be done again by this one.
+            earlier = self.run_dir.heartbeats().get(0)
+            self._heartbeat.answered = earlier.answered if earlier else None
+            self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            self._thread.start()
+
+    @property
+    def run_id(self) -> str:
+        return self.run_dir.run_id if self.run_dir else "local"
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        with self._lock:
+            return copy.deepcopy(self._heartbeat)
+
+    def _beat(self) -> None:
+        while not self._ended.is_set():
+            self._write()
+            self._ended.wait(PERIOD)
+
+    def _write(self) -> None:
+        assert self.run_dir
+        with self._lock:
+            self._heartbeat.sequence += 1
+            self._heartbeat.time = time.time()
+            self._heartbeat.memory = self.memory()
+            written = copy.deepcopy(self._heartbeat)
+        with contextlib.suppress(OSError):  # a full disk must not end the training; the next beat may fit
+            self.run_dir.write_heartbeat(written)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: the least since the first step (before it memory only grows), now, and the most ever."""
+        now, peak = memory()
+        least = min(self._heartbeat.memory.get("min", now), now) if self._heartbeat.step else now
+        return {"min": least, "now": now, "peak": peak}
+
+    def close(self) -> None:
+        """Write the last heartbeat."""
+        if self._thread and not self._ended.is_set():
+            self._ended.set()
+            self._thread.join()
+            self._write()
+
+    # -- what is said ---------------------------------------------------------------------------
+
+    def phase(self, name: str, detail: str = "") -> None:
+        with self._lock:
+            if name != self._heartbeat.phase:
+                self._heartbeat.phase, self._heartbeat.phase_since = name, time.time()
+            self._heartbeat.detail = detail
+
+    def report(self, text: str) -> None:
+        """Progress within a phase: to the heartbeat and to the log."""
+        with self._lock:
+            self._heartbeat.detail = text
+        say(text)
+
+    def progress(self, step: int, total: int) -> None:
+        with self._lock:
+            self._heartbeat.step, self._heartbeat.total = step, total
+
+    def step_done(self, step: int, seconds: float, tokens: int) -> None:
+        """One optimiser step more, which took `seconds` for `tokens`."""
+        self._rates.append(tokens / max(seconds, 1e-9))
+        with self._lock:
+            self._heartbeat.step = step
+            self._heartbeat.last_step_time = time.time()
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Take in the record of a log line."""
+        with self._lock:
+            self._heartbeat.loss = record["loss"]
+            self._heartbeat.tokens_per_second = {
+                "now": record["tokens_per_second"],
+                "median": statistics.median(self._rates) if self._rates else record["tokens_per_second"],
+            }
+            self._heartbeat.phase_seconds = record["phase_seconds"]
+            self._heartbeat.metrics.update({name: record[name] for name in ("tau_hat", "accuracy", "lr")})
+
+    def metrics(self, **values: float) -> None:
+        with self._lock:
+            self._heartbeat.metrics.update(values)
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        with self._lock:
+            self._heartbeat.last_checkpoint = {"path": str(path), "step": step, "time": time.time()}
+
+    def link(self, name: str, where: str) -> None:
+        with self._lock:
+            self._heartbeat.links[name] = where
+
+    # -- what is asked ---------------------------------------------------------------------------
+
+    def asked(self) -> Request | None:
+        """A request to save that nobody has answered yet. One stat call if there is nothing new."""
+        if not self.run_dir:
+            return None
+        try:
+            found = os.stat(self.run_dir.path / "request.json")
+        except OSError:
+            return None
+        if (found.st_mtime_ns, found.st_ino) == self._request_seen:
+            return None
+        self._request_seen = (found.st_mtime_ns, found.st_ino)
+        try:
+            request = self.run_dir.request()
+        except (ValueError, TypeError) as error:
+            say(f"warning: request.json is passed over: {error}")
+            return None
+        answered = self._heartbeat.answered or {}
+        if request is None or request.id == answered.get("id"):
+            return None
+        return request if request.action in ("checkpoint", "checkpoint-and-stop") else None
+
+    def answer(self, request: Request, outcome: str) -> None:
+        """`outcome`: ``done``, or why not."""
+        with self._lock:
+            self._heartbeat.answered = {
+                "id": request.id,
+                "action": request.action,
+                "outcome": outcome,
+                "time": time.time(),
+            }
+
+
+def memory() -> tuple[int, int]:
+    """(now, peak) resident bytes of this process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), peak
+    except OSError:
+        return peak, peak

@@ -1,0 +1,129 @@
+"""Where the records of a run go, beside its log: metrics.jsonl, TensorBoard events, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.errors import InputError
+
+
+class Sink(Protocol):
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Take in the numbers of one record."""
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """metrics.jsonl: one line per record, each step once.
+
+    A run that crashed goes on from its last checkpoint, before the last step that it had logged: lines of
+    steps that will be done again are removed.
+    """
+
+    def __init__(self, path: Path, resumed_at: int) -> None:
+        kept = [line for line in _complete_lines(path) if json.loads(line).get("step", 0) <= resumed_at]
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed in close()
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        record = {"step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """The lines that are JSON: the last one may have been cut off by a kill."""
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    for line in lines:
+        try:
+            if line.endswith("\n") and isinstance(json.loads(line), dict):
+                found.append(line)
+        except ValueError:
+            continue
+    return found
+
+
+class TensorBoard:
+    """Event files through tensorboard's own writer (torch's wrapper takes seconds to import)."""
+
+    def __init__(self, directory: Path, resumed_at: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(directory))
+        if resumed_at:  # tells TensorBoard to forget what an earlier attempt wrote beyond this step
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(step=resumed_at + 1, wall_time=time.time(), session_log=start))
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        numbers = [Summary.Value(tag=tag, simple_value=value) for tag, value in _flat(values).items()]
+        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=numbers)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases; offline where no key is known, so that it never asks."""
+
+    def __init__(
+        self, project: str, name: str, run_id: str, directory: Path, settings: dict[str, Any]
+    ) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise InputError("--wandb-project needs the package wandb, which is not installed here") from None
+        if not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") or _netrc_has_wandb()):
+            os.environ["WANDB_MODE"] = "offline"
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=run_id,
+            resume="allow",
+            dir=str(directory),
+            config=settings,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self.link: str | None = self._run.url  # None while offline
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(_flat(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _netrc_has_wandb() -> bool:
+    try:
+        return "api.wandb.ai" in (Path.home() / ".netrc").read_text(encoding="utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError):
+        return False
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers only, nested names joined by a slash."""
+    found: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found.update(_flat(value, f"{prefix}{key}/"))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[prefix + key] = value
+    return found

@@ -1,0 +1,387 @@
+"""A training run from its first line to its last: load, resume, train, save, evaluate."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import checkpoint
+from trainer.config import Settings
+from trainer.data import Batch, Completions, Portions, Reader
+from trainer.drafter import Drafter
+from trainer.drafter_config import DrafterConfig
+from trainer.errors import InputError
+from trainer.features import Features
+from trainer.loss import Objective, accepted_tokens
+from trainer.modeldir import default_mask_token, tokenizer_digest
+from trainer.monitor import Interval, Monitor, line, say
+from trainer.optim import Optimizer, learning_rate
+from trainer.sinks import MetricsFile, Sink, TensorBoard, Wandb
+from trainer.target import Target
+
+SHM_VARIABLE = "DRAFTHOUSE_SHM"  # where weights lie in memory
+SAVE_FAILED = 1  # exit code if the checkpoint that was asked for could not be written
+
+
+class Stopped(Exception):
+    """TERM or SIGINT came while nothing was left to save."""
+
+
+class StopSignal:
+    """TERM and SIGINT, from the first step on, ask for save-and-exit at the next step boundary.
+
+    Before that there is nothing to save: the signals keep their default action and end the process at once
+    (143 or 130), also in the middle of a long call into C.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        if not self.came:
+            say(f"{signal.Signals(number).name} received: saving at the next step boundary")
+        self.came = True
+
+
+def run(settings: Settings, monitor: Monitor) -> int:
+    """Returns the exit code. Raises InputError for what can be put right by whoever started it."""
+    with checkpoint.output_directory(Path(settings.output_dir)):
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        trainer = Trainer(settings, monitor)
+        try:
+            return trainer.run()
+        finally:
+            trainer.close()
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises InputError if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device {name}: this process sees {torch.cuda.device_count()} GPUs")
+    return device
+
+
+class Trainer:
+    def __init__(self, settings: Settings, monitor: Monitor) -> None:
+        self.settings = settings
+        self.monitor = monitor
+        self.output = Path(settings.output_dir)
+        self.stop = StopSignal()
+        self.sinks: list[Sink] = []
+        self.saved: Path | None = None  # the last checkpoint of this process
+        self.device = choose_device(settings.device)
+        torch.manual_seed(settings.seed)
+
+        monitor.phase("loading")
+        target_dir, data_dir = self._inputs()
+        monitor.phase("loading", f"target {target_dir}")
+        self.completions = Completions.open(data_dir)
+        self.target = Target.load(target_dir, getattr(torch, settings.dtype), self.device)
+        vocabulary = self.target.config.vocab_size
+        self.completions.check_target(tokenizer_digest(target_dir), vocabulary)
+        mask = settings.mask_token_id
+        self.config = DrafterConfig.for_target(
+            self.target.config,
+            block_size=settings.block_size,
+            num_layers=settings.num_draft_layers,
+            target_layer_ids=settings.target_layer_ids,
+            num_taps=settings.num_taps,
+            mask_token_id=default_mask_token(target_dir, vocabulary) if mask is None else mask,
+        )
+        self.target.tap(self.config.target_layer_ids)
+        self.drafter = Drafter(self.config)
+        if settings.init_from_target:
+            self.drafter.init_from_target(self.target.model)
+        self.drafter.to(self.device)
+        self.optimizer = Optimizer(self.drafter, settings.weight_decay)
+        self.objective = Objective(self.target.lm_head)
+        self.reader = Reader(
+            self.completions,
+            Portions(
+                token_budget=settings.token_budget,
+                max_batch_size=settings.max_batch_size,
+                max_seq_len=settings.max_seq_len,
+                block_size=settings.block_size,
+                max_anchors=settings.max_anchors,
+                gamma=settings.decay,
+                mask_token_id=self.config.mask_token_id,
+                seed=settings.seed,
+            ),
+        )
+        self.features = Features(self.target, self.reader, keep=settings.cache_features)
+        steps = settings.epochs * self.reader.batches_per_epoch // settings.grad_accum
+        self.total = max(1, min(steps, settings.max_steps or steps))
+        self.state = checkpoint.State(
+            step=0,
+            micro_batch=0,
+            epoch=0,
+            total=self.total,
+            run_id=monitor.run_id,
+            settings={**settings.learning(), "data": self.completions.digest},
+        )
+
+    def _inputs(self) -> tuple[str, str]:
+        """Directories of the target and the data; the toy's are made now if they are not there."""
+        if self.settings.target_model != "toy":
+            assert self.settings.data_dir
+            return self.settings.target_model, self.settings.data_dir
+        from trainer import toy
+
+        shm = Path(os.environ.get(SHM_VARIABLE) or "/dev/shm/drafthouse")
+        made = toy.ensure(self.settings.cache, shm, self.monitor.report)
+        return str(made.target_dir), self.settings.data_dir or str(made.data_dir)
+
+    # -- the run ---------------------------------------------------------------------------
+
+    def run(self) -> int:
+        self._resume()
+        self._open_sinks()
+        parameters = sum(p.numel() for p in self.drafter.parameters())
+        say(
+            f"drafter {parameters / 1e6:.2f} M parameters, taps {list(self.config.target_layer_ids)} · "
+            f"data {len(self.completions):,} documents, {self.completions.meta['tokens']:,} tokens, "
+            f"{self.reader.batches_per_epoch} micro-batches an epoch · {self.device}, "
+            f"{torch.get_num_threads()} threads"
+        )
+        self._evaluate("before")
+        self.stop.install()
+        self.monitor.progress(self.state.step, self.total)
+        self.monitor.phase("training")
+        interval, logged = Interval(), 0.0
+        while self.state.step < self.total:
+            if (code := self._boundary()) is not None:
+                return code
+            rate = self._step(interval)
+            last = self.state.step == self.total
+            if not logged or last or time.monotonic() - logged >= self.settings.log_interval:
+                self._log(interval, rate)
+                interval, logged = Interval(), time.monotonic()
+            if self.state.step % self.settings.save_interval == 0 and not last:
+                self._save()
+        return self._finish()
+
+    def _step(self, interval: Interval) -> float:
+        """One optimiser step; returns its learning rate."""
+        started = time.perf_counter()
+        tokens, weight = 0, 0.0
+        for _ in range(self.settings.grad_accum):
+            with interval.part("data"):
+                batch = self.reader.batch(self.state.micro_batch).to(self.device)
+            weight += self._micro_batch(batch, interval)
+            tokens += batch.tokens
+            self.state.micro_batch += 1
+        self.state.step += 1
+        self.state.epoch = self.state.micro_batch // self.reader.batches_per_epoch
+        s = self.settings
+        rate = learning_rate(self.state.step, self.total, s.lr, s.warmup_ratio)
+        with interval.part("optimizer"):
+            if weight and self.optimizer.step(rate, weight, s.grad_clip) is None:
+                say(f"warning: step {self.state.step} had a gradient that is not finite and changed nothing")
+        interval.steps += 1
+        interval.tokens += tokens
+        self.monitor.step_done(self.state.step, time.perf_counter() - started, tokens)
+        return rate
+
+    def _micro_batch(self, batch: Batch, interval: Interval) -> float:
+        """Add the gradient of Σ w·CE of one micro-batch; returns Σ w."""
+        if not len(batch.rows):
+            return 0.0
+        with interval.part("target"):
+            taps = self.features(batch)[:, : batch.blocks.context_length]
+            embeddings = self.target.embed(batch.block_ids)
+        with interval.part("forward"):
+            hidden = self.drafter(embeddings.float(), batch.blocks, self.drafter.fuse(taps.float()))
+            rows = hidden.flatten(0, 1)[batch.rows]
+        labels, weights = batch.labels.flatten()[batch.rows], batch.weights.flatten()[batch.rows]
+        with interval.part("objective"):
+            visit = self.objective(rows, labels, weights)
+        with interval.part("backward"):
+            visit.loss.backward()
+        weight = float(weights.sum())
+        interval.loss += float(visit.loss.detach())
+        interval.weight += weight
+        interval.accepted += accepted_tokens(visit.correct, batch.rows, *batch.labels.shape)
+        interval.blocks += batch.blocks.kept
+        interval.correct += int(visit.correct.sum())
+        interval.slots += len(batch.rows)
+        return weight
+
+    def _log(self, interval: Interval, rate: float) -> None:
+        record = interval.summary(rate, self.monitor.memory())
+        say(line(self.state.step, self.total, record))
+        self.monitor.record(record)
+        self._write(self.state.step, {**record, "epoch": self.state.epoch})
+
+    # -- stop, save, resume ---------------------------------------------------------------------------
+
+    def _boundary(self) -> int | None:
+        """Between two steps: do what was asked for. Returns an exit code if that was to stop."""
+        if self.stop.came:
+            return 0 if self._save() is None else SAVE_FAILED
+        request = self.monitor.asked()
+        if request is None:
+            return None
+        wrong = self._save()
+        self.monitor.answer(request, wrong or "done")
+        say(f"{request.action} asked for by {request.by or 'somebody'}: {wrong or 'done'}")
+        if request.action == "checkpoint-and-stop" and wrong is None:
+            return 0
+        return None
+
+    def _save(self) -> str | None:
+        """Save a checkpoint; returns what went wrong, which is also said, and does not end the training."""
+        self.monitor.phase("checkpointing")
+        self.state.rng = bytes(torch.get_rng_state().tolist()).hex()
+        try:
+            path = checkpoint.save(
+                self.output,
+                self.state,
+                self.drafter.state_dict(),
+                self.optimizer.state(),
+                self.config.to_json(),
+                self.settings.keep_checkpoints,
+            )
+        except checkpoint.SaveError as error:
+            say(f"warning: {error}")
+            self.monitor.phase("training", f"checkpoint failed: {error}")
+            return str(error)
+        self.saved = path
+        say(f"checkpoint {path}")
+        self.monitor.checkpoint(path, self.state.step)
+        self.monitor.phase("training")
+        return None
+
+    def _resume(self) -> None:
+        if self.settings.resume == "never":
+            return
+        found = checkpoint.newest(self.output, say)
+        if found is None:
+            return
+        if found.state.finished:
+            say(f"the newest checkpoint, {found.path}, is of a finished run: starting at step 0")
+            return
+        theirs, ours = found.state.settings, self.state.settings
+        shape = DrafterConfig.from_json(checkpoint.read_config(found))
+        if shape != self.config:
+            raise InputError(
+                f"--resume auto: {found.path} holds another drafter ({_difference(shape, self.config)}); "
+                "use the same settings, or --resume never to start at step 0"
+            )
+        changed = [key for key in ours if theirs.get(key) != ours[key]]
+        if changed:
+            say(f"warning: resuming with other settings than before: {', '.join(changed)}")
+        drafter, optimizer = checkpoint.load(found)
+        self.drafter.load_state_dict(drafter)
+        self.optimizer.load(optimizer)
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(found.state.rng)), dtype=torch.uint8))
+        self.state.step = found.state.step
+        self.state.micro_batch = found.state.micro_batch
+        self.state.epoch = found.state.epoch
+        self.state.results = found.state.results
+        self.monitor.checkpoint(found.path, found.state.step)
+        say(f"resumed from {found.path} at step {found.state.step}")
+
+    def _finish(self) -> int:
+        """The last checkpoint comes first, so that nothing that follows can lose the training."""
+        wrong = self._save()
+        self.monitor.phase("finishing")
+        try:
+            self._evaluate("after")
+        except Stopped:
+            say(
+                "stopped during the evaluation; the checkpoint is complete, the next run repeats the evaluation"
+            )
+            return 0 if wrong is None else SAVE_FAILED
+        self.state.finished = True
+        if wrong is not None:
+            wrong = self._save()
+            return 0 if wrong is None else SAVE_FAILED
+        assert self.saved is not None
+        try:
+            checkpoint.finish(checkpoint.Found(self.saved, self.state))
+        except checkpoint.SaveError as error:
+            say(f"warning: {error}")
+            return SAVE_FAILED
+        say(f"finished at step {self.state.step}: {self.saved}")
+        return 0
+
+    # -- evaluation and records ------------------------------------------------------------
+
+    def _evaluate(self, when: str) -> None:
+        """Real speculative decoding before the first step or after the last; kept in the checkpoint."""
+        if not self.settings.eval_prompts or when in self.state.results:
+            return
+        if when == "before" and self.state.step:
+            return
+        from trainer import evaluation
+
+        self.drafter.eval()
+        results = evaluation.run(
+            self.target,
+            self.drafter,
+            evaluation.prompts_of(self.completions, self.settings.eval_prompts),
+            self.settings.eval_tokens,
+            self._evaluation_progress,
+        )
+        self.drafter.train()
+        self.state.results[when] = results
+        evaluation.show(self.state.results, say)
+        self._write(self.state.step, evaluation.metrics(results))
+        self.monitor.metrics(**evaluation.metrics(results))
+
+    def _evaluation_progress(self, text: str) -> None:
+        if self.stop.came:
+            raise Stopped
+        self.monitor.report(text)
+
+    def _open_sinks(self) -> None:
+        run_dir = self.monitor.run_dir
+        if run_dir:
+            self.sinks.append(MetricsFile(run_dir.metrics, self.state.step))
+            self.sinks.append(TensorBoard(run_dir.events, self.state.step))
+            self.monitor.link("tensorboard", str(run_dir.events))
+        if self.settings.wandb_project:
+            home = run_dir.path if run_dir else self.output
+            run_id = self.monitor.run_id
+            name = self.settings.wandb_run_name or run_id
+            wandb = Wandb(self.settings.wandb_project, name, run_id, home, self.state.settings)
+            self.sinks.append(wandb)
+            if wandb.link:
+                say(f"wandb {wandb.link}")
+                self.monitor.link("wandb", wandb.link)
+            else:
+                say(f"wandb is offline: its records are under {home}/wandb")
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            try:
+                sink.write(step, values)
+            except OSError as error:
+                say(f"warning: {type(sink).__name__} could not be written ({error.strerror})")
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            with contextlib.suppress(OSError):
+                sink.close()
+
+
+def _difference(theirs: DrafterConfig, ours: DrafterConfig) -> str:
+    return ", ".join(
+        f"{name} {value} instead of {getattr(ours, name)}"
+        for name, value in vars(theirs).items()
+        if value != getattr(ours, name)
+    )
