@@ -48,7 +48,7 @@ def target(host_name: str | None, root: Path = ROOT) -> Target:
 
 
 def recipe(goal: Target, run: str | None, name: str | None, changes: Sequence[str] = ()) -> Recipe:
-    """The run's file of a task. A name that is also a run's file means that one, unless --run says otherwise."""
+    """The run's file of a task. Without --run, a name that is also a run's file means that file."""
     if run is None and name is not None and name in goal.project.runs:
         found = settings.load_run(goal.project, name, host=goal.settings, name=name, changes=changes)
         return dataclasses.replace(found, why="as --name")
@@ -56,7 +56,7 @@ def recipe(goal: Target, run: str | None, name: str | None, changes: Sequence[st
 
 
 def name_of(goal: Target, run: str | None, name: str | None) -> str:
-    """The name that a task is about. With --name no run's file is needed, so a broken one stands in no way."""
+    """The name that a task is about. With --name no file is read, so a broken one is in nobody's way."""
     if name is not None:
         if not status.valid_name(name):
             raise DeployError(f"--name {name!r} cannot be a name; fab runs lists those there are", code=USAGE)
@@ -194,7 +194,8 @@ def rows(goal: Target, facts: Mapping[str, Any], name: str | None, run_id: str |
 
 
 def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
-    word: Verdict = verdict(run, facts["time"])
+    host_name = None if goal.settings.name == "localhost" else goal.settings.name
+    word: Verdict = verdict(dict(run), facts["time"], host=host_name, sample=facts["sample_seconds"])
     # Heartbeats lie in the run's own directory, so a link in one cannot be an earlier run's.
     beats = list(run["heartbeats"].values())
     main = run["heartbeats"].get("0") or (beats[0] if beats else {})
@@ -221,7 +222,7 @@ def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
 def drift(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, ...] | None:
     """What differs between a run in progress and what its file and this checkout would give now.
 
-    Its own --set changes belong to it and are no drift. None if that cannot be told, as for a file that is gone.
+    Its own --set changes belong to it and are no drift. None if that cannot be told.
     """
     written = run["run"] or {}
     if not written.get("run_file") or not (written.get("release") or {}).get("id"):
@@ -260,3 +261,32 @@ def run_path(facts: Mapping[str, Any], host_name: str, name: str, run_id: str | 
         offered = nearest(name, names) or (f"; there are runs of {', '.join(sorted(names))}" if names else "")
         raise DeployError(f"there is no run of {name} on {host_name}{offered}", code=USAGE)
     return paths[-1]
+
+
+def nothing(goal: Target, facts: Mapping[str, Any], name: str | None) -> str:
+    """The sentence for a host, or a name, without runs."""
+    if name is None:
+        return f"no runs on {goal.settings.name}; fab deploy starts one"
+    return f"no run of {name} on {goal.settings.name}{nearest(name, {run['name'] for run in facts['runs']})}"
+
+
+# -- rendering ---------------------------------------------------------------------------------------------
+
+
+def rendered(goal: Target, wanted: Recipe, progress: Progress = silent) -> release.Release:
+    """The release that a deploy would write now."""
+    found = survey.take(goal.project, goal.host, goal.settings, wanted.settings, goal.facts(), progress)
+    problems = found.weights_problems + found.data_problems
+    if problems:
+        raise DeployError("\n".join(problems))
+    return plan.make_release(found, goal.settings, wanted.settings)
+
+
+def write_out(made: release.Release, directory: Path) -> None:
+    """Write a release's files below `directory`, which must be new or empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise DeployError(f"--out {directory} is not empty; name a new directory", code=USAGE)
+    for name, data in {**made.files, release.MANIFEST: made.manifest}.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)

@@ -1,7 +1,7 @@
 """Carrying a plan out. Thin: the plan has decided; here it happens, in an order that a failure cannot hurt.
 
-Everything is made ready while the old run goes on. Only the last step, the switch, ends it, and the switch runs
-on the host by itself, so that losing this process, its terminal or the connection changes nothing.
+Everything is made ready while the old run goes on. Only the last step, the switch, ends it, and the switch
+runs on the host by itself, so that losing this process, its terminal or the connection changes nothing.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def stop(plan: Plan, host: Host, report: Report, lock_wait: float = 0) -> str:
 
 
 def install(host: Host, argv: tuple[str, ...], report: Report) -> None:
-    """Install tini; without it the run is as safe, since launch can be the subreaper, so this never fails a deploy."""
+    """Install tini. This never fails a deploy: without tini, launch is the subreaper."""
     report(f"installing tini: {' '.join(argv)}")
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
     try:
@@ -153,8 +153,8 @@ def _still(plan: Plan, facts: Mapping[str, Any]) -> None:
     """Between the plan that was shown and the lock somebody else may have deployed."""
     if seen(facts, plan.name) != plan.seen:
         raise DeployError(
-            f"{plan.name} on {plan.host} has changed since the plan was made (another deploy, or its run ended); "
-            "nothing was done, look at fab status and try again"
+            f"{plan.name} on {plan.host} has changed since the plan was made (another deploy, or its run "
+            "ended); nothing was done, look at fab status and try again"
         )
 
 

@@ -8,6 +8,7 @@ tests/unit/test_flags.py compares the two.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +26,15 @@ class Flag:
     above: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()
+    pattern: str = ""
+    described: str = ""  # of the pattern, for people
 
     def wanted(self) -> str:
         """``a number above 0``, ``a whole number from 2 to 64``, ``one of auto or never``."""
         if self.choices:
             return either(self.choices)
+        if self.described:
+            return self.described
         noun = {
             "int": "a whole number",
             "float": "a number",
@@ -61,6 +66,8 @@ class Flag:
             # A model directory may be called 7: a number is a text that YAML has typed.
             if isinstance(value, bool) or not isinstance(value, str | int | float) or "\0" in str(value):
                 return False
+            if self.pattern:
+                return re.fullmatch(self.pattern, str(value)) is not None
             return not self.choices or str(value) in self.choices
         number = int if self.kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, number) or not math.isfinite(value):
@@ -75,42 +82,46 @@ class Flag:
 
 _COUNT = Flag("int", low=1)
 _TEXT = Flag("text")
+_SWITCH = Flag("switch")
 
 FLAGS: dict[str, Flag] = {
     "target-model": _TEXT,
     "data-dir": _TEXT,
+    "resume": Flag("text", choices=("auto", "never")),
     "epochs": _COUNT,
     "max-steps": _COUNT,
     "lr": Flag("float", above=0),
-    "warmup-ratio": Flag("float", low=0, high=1),
+    "warmup-ratio": Flag("float", low=0, below=1),
     "weight-decay": Flag("float", low=0),
     "grad-accum": _COUNT,
-    "grad-clip": Flag("float", above=0),
-    "token-budget": _COUNT,
-    "max-seq-len": _COUNT,
+    "grad-clip": Flag("float", low=0),
+    "token-budget": Flag("int", low=16),
+    "max-seq-len": Flag("int", low=16),
     "max-batch-size": _COUNT,
-    "block-size": Flag("int", low=2),
     "max-anchors": _COUNT,
-    "num-draft-layers": _COUNT,
-    "gamma": Flag("float", above=0),
-    "save-interval": _COUNT,
-    "keep-checkpoints": _COUNT,
-    "wandb-project": _TEXT,
-    "wandb-run-name": _TEXT,
     "seed": Flag("int", low=0),
-    "threads": _COUNT,
-    "dtype": _TEXT,
-    "device": _TEXT,
-    "resume": Flag("text", choices=("auto", "never")),
-    "log-interval": Flag("float", low=0),
+    "block-size": Flag("int", low=2, high=256),
+    "num-draft-layers": _COUNT,
     "target-layer-ids": Flag("integers"),
     "num-taps": _COUNT,
     "mask-token-id": Flag("int", low=0),
-    "cache-features": Flag("switch"),
-    "init-from-target": Flag("switch"),
+    "gamma": Flag("float", above=0),
+    "init-from-target": _SWITCH,
+    "save-interval": _COUNT,
+    "keep-checkpoints": _COUNT,
+    "log-interval": Flag("float", low=0),
     "eval-prompts": Flag("int", low=0),
-    "eval-tokens": _COUNT,
+    "eval-tokens": Flag("int", low=2),
+    "cache-features": _SWITCH,
+    "threads": _COUNT,
+    "dtype": Flag("text", choices=("float32", "bfloat16")),
+    "device": Flag("text", pattern=r"auto|cpu|cuda(:\d+)?", described="auto, cpu, cuda or cuda:N"),
+    "wandb-project": _TEXT,
+    "wandb-run-name": _TEXT,
 }
+
+# The trainer's own values, as far as flags have to agree with each other.
+DEFAULTS: dict[str, int] = {"token-budget": 16384, "max-seq-len": 3072, "block-size": 16}
 
 # Set by deploy/ itself, so that state, logs and checkpoints lie where the other tasks look for them.
 RESERVED: dict[str, str] = {
@@ -128,13 +139,31 @@ def spelled(name: str) -> str:
     return name.replace("_", "-")
 
 
+def conflict(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(flag, what is wrong) for flags that are fine alone and impossible together; None if there are none."""
+    whole = {**DEFAULTS, **values}
+    if whole["max-seq-len"] > whole["token-budget"]:
+        return (
+            "max-seq-len",
+            f"is {whole['max-seq-len']}, but must fit into token-budget, {whole['token-budget']}",
+        )
+    if whole["block-size"] >= whole["max-seq-len"]:
+        return (
+            "block-size",
+            f"is {whole['block-size']}, but must be below max-seq-len, {whole['max-seq-len']}",
+        )
+    if "target-layer-ids" in values and "num-taps" in values:
+        return "num-taps", "cannot be given together with target-layer-ids; keep one of them"
+    return None
+
+
 def argv(values: Mapping[str, Any]) -> list[str]:
     """The command line for checked values, in the table's order: equal settings are equal bytes."""
     words: list[str] = []
     for name in sorted(values, key=list(FLAGS).index):
         flag, value = FLAGS[name], values[name]
         if flag.kind == "switch":
-            words += [f"--{name}"] if value else []
+            words.append(f"--{name}" if value else f"--no-{name}")
             continue
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         # "--flag=-x": argparse takes a separate word that begins with a dash for the next flag.

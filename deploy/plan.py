@@ -1,6 +1,6 @@
 """The plan: what a task will do, as a value that prints, is tested, and is then carried out.
 
-`make` is pure. What a dry run prints is what `deploy.execute` does: it is given this value and decides nothing.
+`make` is pure. What a dry run prints is what `deploy.execute` does: it gets this value and decides nothing.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def choose_runtime(host: HostSettings, facts: Mapping[str, Any]) -> tuple[str, s
         return "process", f"as {host.name} has it in fabric.yaml"
     if engine["answers"]:
         return "process", (
-            f"a Docker engine answers (version {engine['version']}) and `docker compose up` runs the demo in it, "
-            "but deploying to it comes later"
+            f"a Docker engine answers (version {engine['version']}) and `docker compose up` runs the demo "
+            "in it, but deploying to it comes later"
         )
     return "process", f"no Docker engine answers ({engine['error'] or 'there is none'})"
 
@@ -302,7 +302,7 @@ def make_stop(facts: Mapping[str, Any], host: HostSettings, layout: Layout) -> P
 
 def stop_of(live: Mapping[str, Any], facts: Mapping[str, Any], checkpoint_timeout: float = 300.0) -> Stop:
     """How the run in progress is ended. Its own run.json says what grace launch gives the trainer."""
-    word = verdict(live, facts["time"])
+    word = verdict(dict(live), facts["time"], sample=facts["sample_seconds"])
     return Stop(
         live["run_id"],
         live["path"],
@@ -351,7 +351,7 @@ def _resume(survey: Survey, run: RunSettings) -> str:
 def _init(facts: Mapping[str, Any], install: bool) -> tuple[str, tuple[str, ...]]:
     """(what adopts orphans, what is installed for it)."""
     if facts["tini"]:
-        return process.reaper(facts), ()
+        return process.reaper(dict(facts)), ()
     if install and facts["apt"] and facts["uid"] == 0:
         return "tini, once it is installed; else trainer.launch is the subreaper", INSTALL_TINI
     why = "--no-install" if not install else "no apt-get" if not facts["apt"] else "not root"

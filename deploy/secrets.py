@@ -50,7 +50,7 @@ def read(
 
 
 def content(values: Mapping[str, str]) -> bytes:
-    """The file that launch reads: KEY=value entries, ended by newlines, or by NUL if a value has several lines."""
+    """The file for launch: KEY=value entries, ended by newlines, or by NUL if a value has several lines."""
     for name, value in values.items():
         if "\0" in value:
             raise DeployError(

@@ -371,6 +371,11 @@ def _trainer(file: YamlFile, given: Mapping[str, Any]) -> dict[str, Any]:
         if kind.kind == "text":
             value = file.written.get(way, str(value))
         found[flag] = float(value) if kind.kind == "float" else value
+    conflict = flags.conflict(found)
+    if conflict:
+        flag, problem = conflict
+        key = next((str(key) for key in given if flags.spelled(str(key)) == flag), flag)
+        raise DeployError(f"{file.at(('trainer', key))}: trainer.{key} {problem}", code=USAGE)
     return {flag: found[flag] for flag in flags.FLAGS if flag in found}
 
 

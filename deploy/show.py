@@ -1,0 +1,105 @@
+"""What people see: plans, steps of a switch, status and runs, as plain text. Colour only on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+from deploy.actions import Row
+from deploy.sizes import age, size
+
+_COLOURS = {
+    "training": "32", "checkpointing": "32", "finished": "32",
+    "starting": "36", "loading": "36", "compiling": "36",
+    "silent": "33", "slow": "33",
+    "stalled": "31", "failed": "31", "gpu-lost": "31",
+}  # fmt: skip
+_MARKS = {"ok": "✓", "skipped": "·", "failed": "✗", "running": "…"}
+
+
+def step(value: Mapping[str, Any]) -> str | None:
+    """One line for a step of the switch that has ended; None for one that has only begun."""
+    if value["outcome"] == "running":
+        return None
+    seconds = (value["ended"] or value["started"]) - value["started"]
+    mark = _MARKS.get(value["outcome"], value["outcome"])
+    detail = f": {value['detail']}" if value["detail"] else ""
+    return f"  {mark} {value['name']} ({seconds:.1f} s){detail}"
+
+
+def status(rows: Sequence[Row], colour: bool = False) -> str:
+    """One line per run; under it, links and drift if there are any."""
+    lines = []
+    names = max((len(row.run_id) for row in rows), default=0)
+    words = max((len(row.verdict) for row in rows), default=0)
+    for row in rows:
+        word = f"{row.verdict:<{words}}"
+        if colour and row.verdict in _COLOURS:
+            word = f"\x1b[{_COLOURS[row.verdict]}m{word}\x1b[0m"
+        lines.append("  ".join([f"{row.host}  {row.run_id:<{names}}  {word}", *_figures(row)]))
+        lines += [f"    {key}: {value}" for key, value in row.links.items()]
+        if row.drift:
+            lines.append("    drift: the run differs from what is rendered now; fab restart applies it")
+            lines += [f"      {difference}" for difference in row.drift]
+        if row.next_command:
+            lines.append(f"    next: {row.next_command}")
+    return "\n".join(lines)
+
+
+def _figures(row: Row) -> Iterable[str]:
+    if row.total or row.step:
+        yield f"step {row.step}/{row.total}" if row.total else f"step {row.step}"
+    if row.tokens_per_second:
+        yield f"{row.tokens_per_second:,.0f} tok/s"
+    if row.step_age is not None:
+        yield f"last step {age(row.step_age)} ago"
+    if row.memory:
+        yield f"mem {size(row.memory)}"
+    if row.reason:
+        yield row.reason
+
+
+def runs(found: Sequence[Mapping[str, Any]], now: float) -> str:
+    """A table of runs, newest first."""
+    if not found:
+        return "no runs"
+    table = [("RUN", "STARTED", "STATE", "RELEASE", "CHANGES", "BY")]
+    for run in reversed(found):
+        written = run["run"] or {}
+        created = written.get("created")
+        changes = ", ".join(f"{key}={value}" for key, value in (written.get("changes") or {}).items())
+        table.append(
+            (
+                run["run_id"],
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(created)) if created else "?",
+                ending(run, now),
+                (written.get("release") or {}).get("id") or "-",
+                changes or "-",
+                written.get("who") or "-",
+            )
+        )
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    )
+
+
+def ending(run: Mapping[str, Any], now: float) -> str:
+    """``running for 12 min``, ``finished``, ``failed (137)``, or ``never began``."""
+    if run["alive"]:
+        created = (run["run"] or {}).get("created")
+        return f"running for {age(now - created)}" if created else "running"
+    if run["exit"]:
+        code = run["exit"].get("code")
+        return f"{run['exit'].get('reason')} ({code})" if code else str(run["exit"].get("reason"))
+    return "ended without a word" if run["launch"] else "never began"
+
+
+def colour(stream: TextIO = sys.stdout) -> bool:
+    """Whether colour helps there (no-color.org)."""
+    import os
+
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
