@@ -7,6 +7,7 @@ each host's result is listed. fabric.yaml: ``tasks: {executor_class: deploy.exec
 
 from __future__ import annotations
 
+import codecs
 import io
 import itertools
 import sys
@@ -79,7 +80,7 @@ class Parallel(Executor):
             threading.Thread(target=work, args=pair, daemon=True) for pair in zip(calls, names, strict=True)
         ]
         stdout, stderr = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+        sys.stdout, sys.stderr = out, err
         try:
             for thread in threads:
                 thread.start()
@@ -131,12 +132,17 @@ class Prefixed(io.TextIOBase):
     def begin(self, prefix: str) -> None:
         self._local.prefix = prefix
         self._local.rest = ""
+        self._local.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def end(self) -> None:
         """Write what is left of the thread's last line."""
         if self._local.rest:
             self._put([self._local.rest])
         del self._local.prefix
+
+    def write_bytes(self, data: bytes) -> None:
+        decoder = getattr(self._local, "decoder", None)  # a character may be split between two writes
+        self.write(decoder.decode(data) if decoder else data.decode("utf-8", "replace"))
 
     def write(self, text: str) -> int:
         if not hasattr(self._local, "prefix"):
@@ -178,7 +184,7 @@ class _Bytes(io.RawIOBase):
         return self._text.isatty()
 
     def write(self, data: Any) -> int:
-        self._text.write(bytes(data).decode("utf-8", "replace"))
+        self._text.write_bytes(bytes(data))
         return len(data)
 
     def flush(self) -> None:
