@@ -90,10 +90,7 @@ def conclude(end: End, attempts: int, run: Run, stopping: str | None) -> tuple[s
     if end.code == 0:
         return "finished", f"finished after {duration(end.seconds)}"
     if end.code == USAGE and end.signal is None:
-        return (
-            "failed",
-            f"failed: ended {how(end)}: its command line or configuration is wrong, see its last lines",
-        )
+        return "failed", f"failed: ended {how(end)}: its command line or settings are wrong"
     tried = f" (attempt {attempts}; at most {run.restart_attempts} restarts in {run.restart_minutes:g} min)"
     return "failed", f"failed: ended {how(end)} after {duration(end.seconds)}{tried if attempts > 1 else ''}"
 
@@ -123,8 +120,6 @@ def write_exit(directory: RunDir, record: Exit, reserve: str | os.PathLike) -> N
         with contextlib.suppress(OSError):
             os.unlink(reserve)
     if problem:
-        print(
-            f"trainer.launch: the end of {directory.path} could not be recorded: {problem}", file=sys.stderr
-        )
+        print(f"trainer.launch: the end of {directory.path} is not recorded: {problem}", file=sys.stderr)
     with contextlib.suppress(OSError):
         os.unlink(reserve)

@@ -78,6 +78,7 @@ class Keeper:
         self._term_count = 0
         self._kill_at: float | None = None
         self._poll_at = 0.0
+        self._save_at = 0.0
         self._watching_stdout = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.descriptor, selectors.EVENT_READ, self._on_signals)
@@ -98,10 +99,9 @@ class Keeper:
             delay = ending.next_attempt(end, crashes, self.run, self.state.stopping)
             if delay is None:
                 break
-            text = (
-                f"attempt {self.state.attempt} ended {ending.how(end)} after {ending.duration(end.seconds)}"
-            )
-            self.say(f"{text}; attempt {self.state.attempt + 1} starts in {delay:g} s")
+            number = self.state.attempt
+            text = f"attempt {number} ended {ending.how(end)} after {ending.duration(end.seconds)}"
+            self.say(f"{text}; attempt {number + 1} starts in {delay:g} s")
             until = crashes[-1] + delay
             while not self.state.stopping and time.monotonic() < until:
                 self._turn(until - time.monotonic())
@@ -121,14 +121,15 @@ class Keeper:
         os.set_blocking(reading, False)
         with contextlib.suppress(OSError):
             fcntl.fcntl(writing, getattr(fcntl, "F_SETPIPE_SZ", 1031), PIPE_BYTES)
+        given = given_environment(os.environb, self.run)
         try:
-            given = given_environment(os.environb, self.run)
             secrets = read_secrets(self.run)
             run_dir = str(self.directory.path.absolute())
             environment = build_environment(given, secrets, run_dir, self.state.attempt)
             popen = start(self.run, environment, writing)
         except CannotStart as error:
             os.close(reading)
+            self.say(self._banner(0, banner.warnings(given)))
             return End(error.code, sentence=str(error))
         finally:
             os.close(writing)
@@ -158,7 +159,9 @@ class Keeper:
         return End(code, number, short, seconds=seconds)
 
     def _banner(self, pid: int, warned: list[str]) -> str:
-        buffering = banner.prove(pid)
+        buffering = (
+            banner.prove(pid) if pid else banner.Buffering(None, "unknown: the trainer was not started")
+        )
         return banner.banner(
             self.run,
             self.state.attempt,
@@ -233,10 +236,8 @@ class Keeper:
         if self._forward.waiting and not self._forward.pollable:
             self._forward.pump()
         counted = (self._forward.dropped, self.log.missing)
-        if (
-            counted != (self.state.stdout_dropped, self.state.log_missing)
-            and time.time() - self.state.time >= 1.0
-        ):
+        if counted != (self.state.stdout_dropped, self.state.log_missing) and now >= self._save_at:
+            self._save_at = now + 1.0
             self._save()
         if self._looks and self._status is None and now - self._age_zero >= self._looks[0]:
             self._looks.pop(0)
@@ -322,7 +323,9 @@ class Keeper:
 
     def _look_for_buffered(self) -> None:
         pipe = os.readlink(f"/proc/self/fd/{self._pipe}") if self._pipe >= 0 else ""
-        others = [p for p in self._family.members() if p != self._family.trainer and p.pid not in self._told]
+        # The banner told of the main process.
+        main = self._family.trainer.pid if self._family.trainer else 0
+        others = [p for p in self._family.members() if p.pid not in self._told | {main}]
         for pid, why in banner.buffered_writers(others, pipe):
             self._told.add(pid)
             self.say(f"pid {pid} ({command_line(pid)}) holds its output back: {why}")
