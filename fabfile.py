@@ -84,9 +84,16 @@ def one_host(context: Context, host: str | None) -> str | None:
     given = context.original_host
     if host is not None:
         raise Exit(
-            f"-H {given} before the task and --host {host} after it both name hosts; give one of them", USAGE
+            f"-H {given} and --host {host} both name hosts: use --host for one, or -H for several", code=USAGE
         )
     return given
+
+
+def whole(flag: str, text: str) -> int:
+    """A count given on the command line. (Invoke's own numbers answer a mistake with a traceback.)"""
+    if not text.isdecimal():
+        raise DeployError(f"{flag} {text} must be a whole number, like {flag} 60", code=USAGE)
+    return int(text)
 
 
 def say(text: str) -> None:
@@ -143,7 +150,7 @@ def deploy(
     dry_run: bool = False,
     json: bool = False,
     no_follow: bool = False,
-    lock_wait: int = 0,
+    lock_wait: str = "0",
     no_install: bool = False,
     debug: bool = False,
 ) -> int | None:
@@ -153,7 +160,12 @@ def deploy(
     goal = actions.target(host, ROOT)
     wanted = actions.recipe(goal, run, name, set)
     made, work = actions.plan_deploy(
-        "deploy", goal, wanted, install=not no_install, lock_wait=lock_wait, progress=say
+        "deploy",
+        goal,
+        wanted,
+        install=not no_install,
+        lock_wait=whole("--lock-wait", lock_wait),
+        progress=say,
     )
     return carry_out(goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow)
 
@@ -169,7 +181,7 @@ def restart(
     dry_run: bool = False,
     json: bool = False,
     no_follow: bool = False,
-    lock_wait: int = 0,
+    lock_wait: str = "0",
     no_install: bool = False,
     debug: bool = False,
 ) -> int | None:
@@ -183,11 +195,18 @@ def restart(
         )
     if same:
         name = actions.name_of(goal, run, name)
-        made, work = actions.plan_same(goal, name, install=not no_install, lock_wait=lock_wait)
+        made, work = actions.plan_same(
+            goal, name, install=not no_install, lock_wait=whole("--lock-wait", lock_wait)
+        )
     else:
         wanted = actions.recipe(goal, run, name, set)
         made, work = actions.plan_deploy(
-            "restart", goal, wanted, install=not no_install, lock_wait=lock_wait, progress=say
+            "restart",
+            goal,
+            wanted,
+            install=not no_install,
+            lock_wait=whole("--lock-wait", lock_wait),
+            progress=say,
         )
     return carry_out(goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow)
 
@@ -200,14 +219,16 @@ def stop(
     name: str | None = None,
     dry_run: bool = False,
     json: bool = False,
-    lock_wait: int = 0,
+    lock_wait: str = "0",
     debug: bool = False,
 ) -> int | None:
     """Ask for a checkpoint, wait for it, then stop the run."""
     from deploy import actions, execute
 
     goal = actions.target(host, ROOT)
-    made = actions.plan_stop(goal, actions.name_of(goal, run, name), lock_wait=lock_wait, progress=say)
+    made = actions.plan_stop(
+        goal, actions.name_of(goal, run, name), lock_wait=whole("--lock-wait", lock_wait), progress=say
+    )
     if not json:
         print(made, flush=True)
     if not made.acts or dry_run or context.config.run.dry:
@@ -280,23 +301,22 @@ def tail(
     run: str | None = None,
     name: str | None = None,
     run_id: str | None = None,
-    lines: int = 20,
+    lines: str = "20",
     no_follow: bool = False,
     debug: bool = False,
 ) -> int | None:
     """Follow a run's log; Ctrl-C ends the following, not the run."""
     from deploy import actions, logs
 
-    if lines < 0:
-        raise DeployError(f"--lines {lines} must be at least 0", code=USAGE)
+    past = whole("--lines", lines)
     goal = actions.target(host, ROOT)
     if run_id is None:
         name = actions.name_of(goal, run, name)
     path = actions.run_path(goal.facts(), goal.settings.name, name or "", run_id)
     if no_follow:
-        logs.follow(goal.host, path, lines=lines, out=sys.stdout.buffer, follow=False)
+        logs.follow(goal.host, path, lines=past, out=sys.stdout.buffer, follow=False)
         return None
-    return follow(goal, path, lines=lines, name=name)
+    return follow(goal, path, lines=past, name=name)
 
 
 @menu()

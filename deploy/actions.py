@@ -44,7 +44,7 @@ def target(host_name: str | None, root: Path = ROOT) -> Target:
     """The host of a task. Raises DeployError for one that is unknown or cannot be reached."""
     project = settings.load_project(root)
     found = settings.find_host(project, host_name)
-    return Target(project, found, host.connect(found))
+    return Target(project, found, host.Local(found.name) if found.is_local else host.connect(found))
 
 
 def recipe(goal: Target, run: str | None, name: str | None, changes: Sequence[str] = ()) -> Recipe:

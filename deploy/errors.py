@@ -22,7 +22,7 @@ class DeployError(Exception):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known words closest to `word`, as the end of a sentence: ``"; did you mean demo?"`` or nothing."""
-    close = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.55)
+    close = difflib.get_close_matches(word, sorted(set(known)), n=3, cutoff=0.55)
     return f"; did you mean {either(close)}?" if close else ""
 
 

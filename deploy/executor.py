@@ -42,6 +42,11 @@ class Parallel(Executor):
 
     def execute(self, *tasks: Any) -> dict[Any, Any]:
         calls = self.expand_calls(self.normalize(tasks))
+        for call in calls:  # before any host is touched: one sentence, not one for each
+            if isinstance(call, ConnectionCall) and call.kwargs.get("host"):
+                given = self.core[0].args.hosts.value
+                both = f"-H {given} and --host {call.kwargs['host']} both name hosts"
+                raise Exit(f"{both}: use --host for one, or -H for several", code=USAGE)
         results: dict[Any, Any] = {}
         for _, group in itertools.groupby(calls, key=_same_task):
             together = list(group)

@@ -166,7 +166,9 @@ def _stop_rows(plan: Plan) -> list[tuple[str, str]]:
 def _word(word: str) -> str:
     from deploy.render import shell
 
-    return shell(word)
+    if word.isprintable():
+        return shell(word)
+    return "$'" + repr(word)[1:-1].replace("\\'", "'").replace("'", "\\'") + "'"  # one line, and still bash
 
 
 # -- deciding ----------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from deploy.host import Host, HostError
 from deploy.release import Layout
 from deploy.settings import TOY, HostSettings, Project, RunSettings
 
+CHECKOUT = Path(__file__).resolve().parent.parent  # the code that is deployed, wherever the project's files lie
+
 # What the trainer imports at its start: without one it would fail in the new run, after the old one ended.
 TRAINER_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "yaml")
 
@@ -72,8 +74,8 @@ def take(
         facts,
         layout,
         _interpreter(host, python, run),
-        release.trainer_files(project.root),
-        release.git_state(project.root),
+        release.trainer_files(CHECKOUT),
+        release.git_state(CHECKOUT),
         staged,
         weight_problems,
         data,
