@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer import checkpoint
+from trainer import checkpoint, evaluation
 from trainer.config import Settings
 from trainer.data import Batch, Completions, Portions, Reader
 from trainer.drafter import Drafter
@@ -85,6 +85,7 @@ class Trainer:
         self.saved: Path | None = None  # the last checkpoint of this process
         self.device = choose_device(settings.device)
         torch.manual_seed(settings.seed)
+        self.toy_prompts: evaluation.Prompts | None = None  # with the toy target
 
         monitor.phase("loading")
         target_dir, data_dir = self._inputs()
@@ -143,6 +144,7 @@ class Trainer:
 
         shm = Path(os.environ.get(SHM_VARIABLE) or "/dev/shm/drafthouse")
         made = toy.ensure(self.settings.cache, shm, self.monitor.report)
+        self.toy_prompts = made.prompts
         return str(made.target_dir), self.settings.data_dir or str(made.data_dir)
 
     # -- the run ---------------------------------------------------------------------------
@@ -327,21 +329,22 @@ class Trainer:
             return
         if when == "before" and self.state.step:
             return
-        from trainer import evaluation
-
+        count = self.settings.eval_prompts
+        if self.toy_prompts:
+            cases = evaluation.toy_cases(self.toy_prompts, count)
+        else:
+            cases = evaluation.data_cases(self.completions, count)
         self.drafter.eval()
-        results = evaluation.run(
-            self.target,
-            self.drafter,
-            evaluation.prompts_of(self.completions, self.settings.eval_prompts),
-            self.settings.eval_tokens,
-            self._evaluation_progress,
+        rows = evaluation.evaluate(
+            self.target, self.drafter, cases, self.settings.eval_tokens, self._evaluation_progress
         )
         self.drafter.train()
-        self.state.results[when] = results
-        evaluation.show(self.state.results, say)
-        self._write(self.state.step, evaluation.metrics(results))
-        self.monitor.metrics(**evaluation.metrics(results))
+        before = evaluation.from_json(self.state.results.get("before", []))
+        self.state.results[when] = evaluation.as_json(rows)
+        for text in evaluation.table(rows, f"speculative decoding, block {self.config.block_size}", before):
+            say(text)
+        self._write(self.state.step, evaluation.metrics(rows))
+        self.monitor.metrics(**evaluation.metrics(rows))
 
     def _evaluation_progress(self, text: str) -> None:
         if self.stop.came:
