@@ -27,9 +27,8 @@ def default_layer_ids(layers: int, taps: int | None = None) -> list[int]:
     if taps == 1:
         return [min(layers // 2, layers - 2)]
     for first, last in ((1, layers - 3), (0, layers - 2)):
-        ids = [round(first + i * (last - first) / (taps - 1)) for i in range(taps)]
-        if len(set(ids)) == taps:
-            return ids
+        if last - first >= taps - 1:
+            return [round(first + i * (last - first) / (taps - 1)) for i in range(taps)]
     raise AssertionError("unreachable: layers - 1 different ids always fit")
 
 

@@ -1,0 +1,97 @@
+"""Flat AdamW equals PyTorch's, parameter by parameter; the schedule; clipping."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.optim import BETAS, Optimizer, learning_rate
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7, bias=False), nn.LayerNorm(7), nn.Linear(7, 3, bias=False))
+
+
+def backward(module: nn.Module, seed: int, scale: float = 1.0) -> None:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+    (scale * module(x).pow(2).sum()).backward()
+
+
+def test_flat_updates_equal_those_of_each_parameter() -> None:
+    ours, theirs = model(), model()
+    optimizer = Optimizer(ours, weight_decay=0.1)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=0.01, betas=BETAS)
+    for step in range(5):
+        backward(ours, step)
+        norm = optimizer.step(0.01, divisor=8.0, clip=0.5)
+        backward(theirs, step)
+        for p in theirs.parameters():
+            p.grad /= 8.0
+        expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        reference.step()
+        reference.zero_grad()
+        assert norm == pytest.approx(float(expected), rel=1e-5)
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_of_two_micro_batches_add_up() -> None:
+    once, twice = model(), model()
+    a, b = Optimizer(once, 0.0), Optimizer(twice, 0.0)
+    backward(once, 0, scale=3.0)
+    backward(twice, 0, scale=1.0)
+    backward(twice, 0, scale=2.0)
+    a.step(0.1, 6.0, 0.0)
+    b.step(0.1, 6.0, 0.0)
+    for x, y in zip(once.parameters(), twice.parameters(), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_forgotten() -> None:
+    module = model()
+    optimizer = Optimizer(module, 0.1)
+    before = [p.clone() for p in module.parameters()]
+    backward(module, 0, scale=math.inf)
+    assert optimizer.step(0.1, 1.0, 1.0) is None
+    for x, y in zip(before, module.parameters(), strict=True):
+        assert torch.equal(x, y)
+        assert not y.grad.any()
+    backward(module, 0)
+    assert optimizer.step(0.1, 1.0, 1.0) is not None
+
+
+def test_the_state_is_named_by_parameter_and_restores_the_optimizer() -> None:
+    module, other = model(), model()
+    optimizer, restored = Optimizer(module, 0.1), Optimizer(other, 0.1)
+    for step in range(3):
+        backward(module, step)
+        optimizer.step(0.01, 1.0, 1.0)
+    state = {name: value.clone() for name, value in optimizer.state().items()}
+    names = {name for name, _ in module.named_parameters()}
+    assert set(state) == {"step"} | {f"{k}.{n}" for k in ("exp_avg", "exp_avg_sq") for n in names}
+    other.load_state_dict(module.state_dict())
+    restored.load(state)
+    for o, m in ((optimizer, module), (restored, other)):
+        backward(m, 9)
+        o.step(0.01, 1.0, 1.0)
+    for x, y in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_the_rate_warms_up_then_falls_to_almost_nothing() -> None:
+    rates = [learning_rate(step, 100, 1.0, 0.1) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == 1.0
+    assert max(rates) == 1.0
+    assert all(a > b for a, b in pairwise(rates[9:]))
+    assert 0 < rates[-1] < 0.001
+    assert learning_rate(1, 1, 1.0, 0.0) == pytest.approx(0.5)
