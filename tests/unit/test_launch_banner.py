@@ -105,6 +105,7 @@ def test_the_banner_is_one_line_and_says_what_runs():
     )
     assert text.startswith(
         "drafthouse run 0007-demo · attempt 2 · release 0123456789ab · git aaaaaaaaaaaa (dirty)"
-        " · image bbbbbbbbbbbb · Python 3.11.7 · stdout unbuffered (PYTHONUNBUFFERED=1, -u; from /proc/42) · under tini · "
+        " · image bbbbbbbbbbbb · Python 3.11.7"
+        " · stdout unbuffered (PYTHONUNBUFFERED=1, -u; from /proc/42) · under tini · "
     )
     assert "\n" not in text

@@ -72,7 +72,7 @@ def test_a_progress_bar_shows_a_state_at_most_every_five_seconds_and_always_its_
     shown += [(30.1, data) for data, _ in records.feed(b"\r100%|done\n", 30.1)]
     times = [now for now, _ in shown]
     assert times[0] == pytest.approx(SETTLE_SECONDS)
-    assert all(later - earlier >= PROGRESS_SECONDS for earlier, later in itertools.pairwise(times))
+    assert all(later - earlier >= PROGRESS_SECONDS for earlier, later in itertools.pairwise(times[:-1]))
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 5.2
     assert shown[-1][1] == b"100%|done\n"
     assert all(data.count(b"\n") == 1 and b"\r" not in data for _, data in shown)
