@@ -22,8 +22,13 @@ class DeployError(Exception):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known words closest to `word`, as the end of a sentence: ``"; did you mean demo?"`` or nothing."""
-    close = difflib.get_close_matches(word, sorted(set(known)), n=3, cutoff=0.55)
-    return f"; did you mean {either(close)}?" if close else ""
+    scores = {one: difflib.SequenceMatcher(None, word, one).ratio() for one in set(known)}
+    best = max(scores.values(), default=0.0)
+    close = sorted(
+        (one for one in scores if scores[one] > 0.55 and scores[one] > best - 0.1),
+        key=lambda one: (scores[one], one),
+    )
+    return f"; did you mean {either(reversed(close[-3:]))}?" if close else ""
 
 
 def either(words: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from deploy.host import Host, HostError
 from deploy.release import Layout
 from deploy.settings import TOY, HostSettings, Project, RunSettings
 
-CHECKOUT = Path(__file__).resolve().parent.parent  # the code that is deployed, wherever the project's files lie
+CHECKOUT = Path(__file__).resolve().parent.parent  # the code that is deployed
 
 # What the trainer imports at its start: without one it would fail in the new run, after the old one ended.
 TRAINER_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "yaml")

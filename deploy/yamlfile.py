@@ -76,6 +76,9 @@ class YamlFile:
         for length in range(len(way), 0, -1):
             if way[:length] in self.origins:
                 return self.origins[way[:length]]
+        inside = [origin for key, origin in self.origins.items() if key[: len(way)] == way]
+        if inside and way and way not in self.lines:
+            return inside[0]
         while way and way not in self.lines:
             way = way[:-1]
         return f"{self.name}:{self.lines[way]}" if way in self.lines and way else self.name

@@ -1,0 +1,114 @@
+"""The client's table of flags says what the trainer's command line says, so that neither can drift away."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy import flags
+from trainer import config
+from trainer.errors import InputError
+
+TRAINER = {name.replace("_", "-"): field for name, field in config.FIELDS.items()}
+TRIED = [-1e9, -2, -1, -0.5, 0, 1e-9, 0.04, 0.5, 0.999, 1, 1.5, 2, 3, 15, 16, 17, 255, 256, 257, 1000, 10**6]
+
+
+def test_every_flag_of_the_trainer_is_in_the_table_or_is_set_by_deploy() -> None:
+    options = {option for action in config.parser()._actions for option in action.option_strings}
+    own = {"-h", "--help", *(f"--no-{name}" for name, flag in flags.FLAGS.items() if flag.kind == "switch")}
+    assert {f"--{name}" for name in flags.FLAGS | flags.RESERVED} == options - own
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, flag in flags.FLAGS.items() if flag.kind in ("int", "float")]
+)
+def test_numbers_have_the_same_range_on_both_sides(name: str) -> None:
+    def fits(value: float) -> bool:
+        try:
+            config._from_yaml(TRAINER[name].metadata["kind"], value, name)
+        except InputError:
+            return False
+        return True
+
+    for value in TRIED:
+        assert flags.FLAGS[name].fits(value) == fits(value), f"--{name} {value}"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, flag in flags.FLAGS.items() if flag.kind not in ("int", "float")]
+)
+def test_other_values_are_accepted_by_both_sides_or_by_none(name: str) -> None:
+    tried = [
+        "auto",
+        "never",
+        "cpu",
+        "cuda",
+        "cuda:3",
+        "cuda:x",
+        "float32",
+        "bfloat16",
+        "float16",
+        True,
+        [1, 2],
+        [0],
+    ]
+    for value in tried:
+        try:
+            config._from_yaml(TRAINER[name].metadata["kind"], value, name)
+        except InputError:
+            accepted = False
+        else:
+            accepted = True
+        if name in ("target-model", "data-dir", "wandb-project", "wandb-run-name") and value is True:
+            continue  # neither side needs a model called true
+        assert flags.FLAGS[name].fits(value) == accepted or flags.FLAGS[name].kind == "switch", (
+            f"{name} {value!r}"
+        )
+
+
+def test_the_defaults_that_flags_must_agree_with_are_the_trainers() -> None:
+    assert {name: TRAINER[name].default for name in flags.DEFAULTS} == flags.DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"token-budget": 1024},
+        {"max-seq-len": 20000},
+        {"block-size": 32, "max-seq-len": 32},
+        {"target-layer-ids": [1, 2], "num-taps": 2},
+        {"block-size": 31, "max-seq-len": 32},
+        {},
+    ],
+)
+def test_flags_that_exclude_each_other_are_refused_by_both_sides(values: dict) -> None:
+    try:
+        config.parse(["--target-model", "toy", *flags.argv(values)])
+    except InputError:
+        refused = True
+    else:
+        refused = False
+    assert (flags.conflict(values) is not None) == refused
+
+
+def test_the_command_line_that_we_write_is_read_back_as_it_was_meant() -> None:
+    values = {
+        "lr": 3e-05,
+        "max-steps": 7,
+        "cache-features": True,
+        "init-from-target": False,
+        "target-layer-ids": [1, 3],
+        "wandb-run-name": "-x y",
+        "wandb-project": "",
+        "target-model": "toy",
+    }
+    read = config.parse(flags.argv(values)).settings
+    assert (read.lr, read.max_steps, read.cache_features, read.init_from_target) == (3e-05, 7, True, False)
+    assert (read.target_layer_ids, read.wandb_run_name, read.wandb_project) == ((1, 3), "-x y", "")
+
+
+def test_equal_settings_give_equal_command_lines_whatever_their_order() -> None:
+    assert (
+        flags.argv({"lr": 1.0, "seed": 2})
+        == flags.argv({"seed": 2, "lr": 1.0})
+        == ["--lr", "1.0", "--seed", "2"]
+    )
