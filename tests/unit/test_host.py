@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 from deploy.errors import DeployError
 from deploy.host import HostError, Local, connect, describe
 
-SHOW = "import os, sys, json; json.dump([[os.fsencode(a).hex() for a in sys.argv[1:]], os.environb[b'V'].hex()], sys.stdout)"
+SHOW = (
+    "import os, sys, json\n"
+    "json.dump([[os.fsencode(a).hex() for a in sys.argv[1:]], os.environb[b'V'].hex()], sys.stdout)"
+)
 HOSTILE = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=40)
 
 
@@ -33,7 +36,9 @@ def test_arguments_and_variables_arrive_byte_for_byte(words, value):
     assert json.loads(result.out) == [[word.encode().hex() for word in words], value.encode().hex()]
 
 
-@pytest.mark.parametrize("word", ["a b", "$(id -u)", "`id`", "a;b", "'", '"', "\\", "a\nb", "*", "ü→", "", "-n", "%s"])
+@pytest.mark.parametrize(
+    "word", ["a b", "$(id -u)", "`id`", "a;b", "'", '"', "\\", "a\nb", "*", "ü→", "", "-n", "%s"]
+)
 def test_no_shell_ever_sees_a_word(word):
     result = Local().run(python(SHOW, word), timeout=30, env={"V": word})
     assert json.loads(result.out) == [[word.encode().hex()], word.encode().hex()]
@@ -119,11 +124,7 @@ def test_a_timeout_kills_the_whole_process_group(tmp_path):
 
 
 def test_a_timeout_does_not_wait_for_a_child_that_left_the_group_and_holds_the_pipe():
-    code = (
-        "import os, time\n"
-        "if os.fork(): time.sleep(1000)\n"
-        "os.setsid(); time.sleep(8)"
-    )
+    code = "import os, time\nif os.fork(): time.sleep(1000)\nos.setsid(); time.sleep(8)"
     with pytest.raises(HostError, match="did not end within"):
         Local().run(python(code), timeout=1)
 
@@ -206,7 +207,9 @@ def test_two_writers_of_one_tree_leave_one_of_them(tmp_path):
 
 
 def test_a_stream_takes_and_gives_bytes_while_it_runs():
-    echo = python("import sys\nfor line in sys.stdin.buffer:\n sys.stdout.buffer.write(line); sys.stdout.flush()")
+    echo = python(
+        "import sys\nfor line in sys.stdin.buffer:\n sys.stdout.buffer.write(line); sys.stdout.flush()"
+    )
     with Local().open_stream(echo) as process:
         assert process.stdin
         assert process.stdout
