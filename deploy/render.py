@@ -51,14 +51,17 @@ def envfile(value: object) -> str:
 
 # Plain YAML scalars that nothing reads as anything but a string. Everything else is written as JSON.
 _PLAIN = re.compile(r"-{0,2}[A-Za-z/_](?:[A-Za-z0-9/_.+-]*[A-Za-z0-9/_])?|--")
+# What YAML 1.1 wants escaped and JSON does not: C1 controls, Unicode's line breaks, the byte order mark.
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _NOT_STRINGS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
 
 
 def yaml(value: object) -> str:
-    """`value` on one line of YAML: JSON, which is YAML too, unless the bare word is safe and easier to read."""
+    """`value` on one line of YAML: a bare word where that is safe, else JSON, which is YAML too."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_STRINGS:
         return value
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f").replace("\x85", "\\u0085")
+    text = json.dumps(value, ensure_ascii=False)
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def compose(value: object) -> str:

@@ -1,0 +1,79 @@
+"""The testbed's parts as pytest fixtures, one of each for a whole session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import base_image
+from .docker import Compose, Docker
+from .engine import Engine
+from .place import CHECKOUT, work_directory
+from .sshd import SshServer
+
+
+@pytest.fixture(scope="session")
+def testbed_directory() -> Path:
+    """DRAFTHOUSE_TESTBED: what tests keep between sessions."""
+    directory = work_directory()
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def engine(testbed_directory: Path) -> Iterator[Docker]:
+    """A real Docker engine of our own; commands to it. Mark the test `engine`."""
+    own = Engine()
+    own.start()
+    try:
+        yield Docker(own.url)
+    finally:
+        own.stop()
+
+
+@pytest.fixture(scope="session")
+def base_images(engine: Docker) -> Docker:
+    """The engine, knowing debian:bookworm-slim and python:3.11-slim-bookworm."""
+    base_image.provide(engine.command)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def image(base_images: Docker) -> str:
+    """The name of the trainer's image, built by the top-level compose.yaml from this checkout."""
+    Compose(base_images, CHECKOUT / "compose.yaml").run("build", timeout=1200)
+    return "drafthouse:local"
+
+
+@pytest.fixture
+def compose(engine: Docker) -> Compose:
+    """`docker compose` with the top-level compose.yaml."""
+    return Compose(engine, CHECKOUT / "compose.yaml")
+
+
+@pytest.fixture(scope="session")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    """An SSH server on loopback that lets the user of the tests in. Mark the test `sshd`."""
+    server = SshServer(tmp_path_factory.mktemp("sshd"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def toy_cache(testbed_directory: Path) -> Path:
+    """The toy targets that tests share: the first test that needs one makes it, the others find it."""
+    directory = testbed_directory / "toy-cache"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+@pytest.fixture
+def buffered_environment() -> dict[str, str]:
+    """The environment without PYTHONUNBUFFERED, which some machines set: for tests of buffering itself."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}

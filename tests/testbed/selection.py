@@ -1,0 +1,64 @@
+"""Tests that this machine cannot run are left out, and named at the end with the reason.
+
+With DRAFTHOUSE_NOTHING_LEFT_OUT=1 (as in CI) leaving something out is a failure: a part that is missing there
+would otherwise pass for a tested one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from . import needs
+
+REASONS = {"root": needs.why_no_root, "engine": needs.why_no_engine, "sshd": needs.why_no_sshd}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Selection(), "drafthouse-selection")
+
+
+class Selection:
+    """One session's tests that were not run, by reason."""
+
+    def __init__(self) -> None:
+        self.strict = os.environ.get("DRAFTHOUSE_NOTHING_LEFT_OUT", "") not in ("", "0")
+        self.left_out: dict[str, list[str]] = {}
+
+    @pytest.hookimpl(trylast=True)  # after -m and -k: what nobody asked for is not left out
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        lacking = {marker: reason for marker, why in REASONS.items() if (reason := why())}
+        dropped = []
+        for item in list(items):
+            reason = next((lacking[mark.name] for mark in item.iter_markers() if mark.name in lacking), None)
+            if reason is not None:
+                items.remove(item)
+                dropped.append(item)
+                self.left_out.setdefault(reason, []).append(item.nodeid)
+        if dropped:
+            config.hook.pytest_deselected(items=dropped)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):  # a skip leaves a test out just the same
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self.left_out.setdefault(reason, []).append(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not self.left_out:
+            return
+        if self.strict and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        elif session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK  # all that was asked for needs more than this machine has
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.left_out:
+            return
+        count = sum(len(tests) for tests in self.left_out.values())
+        verdict = " (a failure: here nothing may be)" if self.strict else ""
+        terminalreporter.section(f"left out: {count}{verdict}", yellow=True)
+        for reason, tests in self.left_out.items():
+            terminalreporter.write_line(f"{len(tests)} because {reason}:")
+            for test in tests:
+                terminalreporter.write_line(f"  {test}")

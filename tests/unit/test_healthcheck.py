@@ -1,0 +1,62 @@
+"""trainer.healthcheck: one word about the newest run of a name."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.healthcheck import SILENT_SECONDS, judge
+from trainer.status import Heartbeat, RunDir, allocate_run
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def living(tmp_path: Path) -> Iterator[RunDir]:
+    """A run whose lock is held, as launch does while it lives."""
+    run = allocate_run(tmp_path / "runs", "demo")
+    with open(run.lock, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield run
+
+
+def beat(run: RunDir, age: float, rank: int = 0) -> None:
+    run.write_heartbeat(Heartbeat(rank=rank, phase="training", step=12, time=NOW - age))
+
+
+def test_without_a_run_there_is_nothing_healthy(tmp_path: Path) -> None:
+    assert judge(tmp_path, "demo", NOW) == (False, "demo: no run yet")
+
+
+def test_a_run_that_speaks_is_healthy(tmp_path: Path, living: RunDir) -> None:
+    beat(living, age=2)
+    assert judge(tmp_path, "demo", NOW) == (True, "0001-demo: rank 0 training, step 12, heartbeat 2 s ago")
+
+
+def test_one_silent_rank_is_enough_to_be_unhealthy(tmp_path: Path, living: RunDir) -> None:
+    beat(living, age=2, rank=0)
+    beat(living, age=SILENT_SECONDS + 1, rank=1)
+    healthy, word = judge(tmp_path, "demo", NOW)
+    assert not healthy
+    assert "rank 1" in word
+
+
+def test_a_command_without_heartbeats_is_healthy_while_it_lives(tmp_path: Path, living: RunDir) -> None:
+    assert judge(tmp_path, "demo", NOW)[0]
+
+
+def test_a_run_that_ended_is_not_healthy_whatever_its_last_heartbeat(tmp_path: Path) -> None:
+    run = allocate_run(tmp_path / "runs", "demo")
+    beat(run, age=0)
+    assert judge(tmp_path, "demo", NOW) == (False, "0001-demo: not running")
+
+
+def test_the_newest_run_of_that_name_counts(tmp_path: Path, living: RunDir) -> None:
+    beat(living, age=1)
+    allocate_run(tmp_path / "runs", "other")
+    assert judge(tmp_path, "demo", NOW)[0]
+    allocate_run(tmp_path / "runs", "demo")
+    assert not judge(tmp_path, "demo", NOW)[0]
