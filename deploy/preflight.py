@@ -19,10 +19,10 @@ from deploy.survey import Survey
 TOOLS_PYTHON = (3, 9)  # what the probe, the switch and the lock's holder are written for
 TRAINER_PYTHON = (3, 11)
 # Free space without which no run is started: release, log and first checkpoints. Floors, not sums.
-DISK_COMMAND = 64 << 20
-DISK_TOY = 512 << 20
-DISK_MODEL = 4 << 30
-SHM_TOY = 16 << 20
+DISK_COMMAND = 50_000_000
+DISK_TOY = 500_000_000
+DISK_MODEL = 4_000_000_000
+SHM_TOY = 20_000_000
 
 
 @dataclass(frozen=True)

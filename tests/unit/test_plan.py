@@ -1,0 +1,339 @@
+"""Plans: what is printed is what will be done. Whole plans, as people read them."""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import LOCALHOST, facts, recipe, run, survey
+
+from deploy import plan
+from deploy.errors import DeployError
+from deploy.plan import Plan
+from deploy.settings import HostSettings
+from deploy.survey import Survey
+from deploy.weights import Weights
+
+DEMO = "weights: toy\ntrainer: {max-steps: 600, lr: 6e-4}\n"
+OLD = "0" * 12
+
+
+def planned(
+    found: Survey,
+    tmp_path: Path,
+    *changes: str,
+    task: str = "deploy",
+    text: str = DEMO,
+    before: Any = None,
+    **named: Any,
+) -> Plan:
+    wanted = recipe(text, tmp_path, *changes)
+    new = plan.make_release(found, LOCALHOST, wanted.settings)
+    return plan.make(task, found, LOCALHOST, wanted, new, before, run_file="runs/demo.yaml", **named)
+
+
+def release_of(found: Survey, tmp_path: Path, text: str = DEMO, *changes: str) -> Any:
+    return plan.make_release(found, LOCALHOST, recipe(text, tmp_path, *changes).settings)
+
+
+def test_the_first_deploy_reads_like_this(tmp_path: Path) -> None:
+    made = planned(survey(), tmp_path)
+    assert (
+        str(made)
+        == f"""\
+deploy demo on localhost
+  runtime   process: no Docker engine answers (no engine at /var/run/docker.sock: No such file or directory)
+  run file  runs/demo.yaml (--run)
+  release   {made.release}, new
+  weights   toy, which the trainer makes itself on its first run and caches
+  data      toy, which the trainer makes from its target
+  command   /opt/venv/bin/python -u -m trainer --target-model toy --resume auto --max-steps 600 --lr 0.0006 --output-dir /var/lib/drafthouse/names/demo/checkpoints --cache-dir /var/lib/drafthouse/names/demo/cache
+  init      tini (/usr/bin/tini -s)
+  start     the next run of demo: begins at step 0 (no checkpoint yet)"""
+    )
+    assert (made.action, made.acts) == ("start", True)
+
+
+def test_a_restart_with_a_change_shows_the_difference_and_how_the_old_run_ends(tmp_path: Path) -> None:
+    old = release_of(survey(), tmp_path)
+    found = survey(
+        facts(runs=[run(release_id=old.id)], names={"demo": {"current": old.id, "releases": [old.id]}})
+    )
+    made = planned(found, tmp_path, "lr=3e-4", task="restart", before=(old.files, old.digests))
+    doing = made.stop.doing if made.stop else ""
+    assert doing.startswith("training: ")
+    assert (
+        str(made)
+        == f"""\
+restart demo on localhost
+  runtime   process: no Docker engine answers (no engine at /var/run/docker.sock: No such file or directory)
+  run file  runs/demo.yaml (--run)
+  release   {old.id} → {made.release}, new
+            trainer.lr: 0.0006 → 0.0003
+  set       trainer.lr=3e-4, for this run
+  weights   toy, which the trainer makes itself on its first run and caches
+  data      toy, which the trainer makes from its target
+  command   /opt/venv/bin/python -u -m trainer --target-model toy --resume auto --max-steps 600 --lr 0.0003 --output-dir /var/lib/drafthouse/names/demo/checkpoints --cache-dir /var/lib/drafthouse/names/demo/cache
+  init      tini (/usr/bin/tini -s)
+  stop      0007-demo ({doing}): a checkpoint first, waited for up to 300 s; then SIGTERM, SIGKILL 60 s later
+  timeouts  the smallest is 60 s (grace_seconds); no signal is sent while a checkpoint is awaited
+  start     the next run of demo: resumes from the checkpoint that 0007-demo leaves"""
+    )
+    assert made.action == "switch"
+
+
+def test_a_deploy_of_what_runs_already_is_unchanged_and_needs_no_preflight(tmp_path: Path) -> None:
+    old = release_of(survey(), tmp_path)
+    busy = facts(runs=[run(release_id=old.id)], names={"demo": {"current": old.id, "releases": [old.id]}},
+                 state={"free_bytes": 0})  # fmt: skip
+    made = planned(survey(busy), tmp_path)
+    assert (made.action, made.acts) == ("unchanged", False)
+    assert str(made).startswith(f"unchanged: 0007-demo runs release {old.id} on localhost (training: ")
+    assert "\n" not in str(made)
+
+
+def test_a_restart_of_what_runs_already_starts_anew(tmp_path: Path) -> None:
+    old = release_of(survey(), tmp_path)
+    found = survey(
+        facts(runs=[run(release_id=old.id)], names={"demo": {"current": old.id, "releases": [old.id]}})
+    )
+    made = planned(found, tmp_path, task="restart", before=(old.files, old.digests))
+    assert made.action == "switch"
+    assert f"  release   {old.id}, unchanged\n  weights" in str(made)
+
+
+def test_what_failed_before_is_listed_and_nothing_is_planned(tmp_path: Path) -> None:
+    with pytest.raises(DeployError, match="has 0 B free, but a run needs at least"):
+        planned(survey(facts(state={"free_bytes": 0})), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "checkpoint", "said"),
+    [
+        (DEMO, facts(), None, "begins at step 0 (no checkpoint yet)"),
+        (
+            DEMO,
+            facts(),
+            {"step": 600, "finished": True, "run_id": "0007-demo"},
+            "begins at step 0 (0007-demo finished at step 600)",
+        ),
+        (
+            DEMO,
+            facts(),
+            {"step": 120, "finished": False, "run_id": "0007-demo"},
+            "resumes at step 120 (0007-demo did not finish)",
+        ),
+        (
+            DEMO,
+            facts(runs=[run()]),
+            {"step": 100, "run_id": "0007-demo"},
+            "resumes from the checkpoint that 0007-demo leaves",
+        ),
+        (
+            DEMO,
+            facts(runs=[run(alive=False)]),
+            {"step": 100, "run_id": "0007-demo"},
+            "resumes at step 100 (0007-demo did not finish)",
+        ),
+        (
+            "weights: toy\ntrainer: {resume: never}",
+            facts(),
+            {"step": 120},
+            "begins at step 0 (resume: never)",
+        ),
+        ("command: [a]", facts(), {"step": 120}, "where it begins is its own affair (command:)"),
+    ],
+)
+def test_the_plan_says_where_the_run_will_begin(
+    text: str, found: dict, checkpoint: Any, said: str, tmp_path: Path
+) -> None:
+    made = planned(survey(found, checkpoint=checkpoint), tmp_path, text=text)
+    assert made.resume == said
+
+
+@pytest.mark.parametrize(
+    ("found", "install", "said", "commands"),
+    [
+        (facts(), True, "tini (/usr/bin/tini -s)", ()),
+        (
+            facts(tini=None),
+            True,
+            "tini, once it is installed; else trainer.launch is the subreaper",
+            plan.INSTALL_TINI,
+        ),
+        (
+            facts(tini=None),
+            False,
+            "trainer.launch is the subreaper (there is no tini, and it is not installed: --no-install)",
+            (),
+        ),
+        (
+            facts(tini=None, uid=1000),
+            True,
+            "trainer.launch is the subreaper (there is no tini, and it is not installed: not root)",
+            (),
+        ),
+        (
+            facts(tini=None, apt=None),
+            True,
+            "trainer.launch is the subreaper (there is no tini, and it is not installed: no apt-get)",
+            (),
+        ),
+    ],
+)
+def test_the_plan_says_what_reaps_and_what_is_installed_for_it(
+    found: dict, install: bool, said: str, commands: tuple, tmp_path: Path
+) -> None:
+    made = planned(survey(found), tmp_path, install=install)
+    assert (made.init, made.install) == (said, commands)
+    line = "install   tini, with apt-get install -y --no-install-recommends tini (--no-install declines)"
+    assert (line in str(made)) == bool(commands)
+
+
+@pytest.mark.parametrize(
+    ("grace", "patience", "said"),
+    [
+        (
+            60.0,
+            300.0,
+            "the smallest is 60 s (grace_seconds); no signal is sent while a checkpoint is awaited",
+        ),
+        (
+            600.0,
+            30.0,
+            "the smallest is 30 s (checkpoint_timeout_seconds); no signal is sent while a checkpoint is awaited",
+        ),
+    ],
+)
+def test_the_plan_shows_the_smallest_timeout_of_the_chain(
+    grace: float, patience: float, said: str, tmp_path: Path
+) -> None:
+    text = f"{DEMO}checkpoint_timeout_seconds: {patience}\ngrace_seconds: 7"
+    made = planned(survey(facts(runs=[run(run={"grace_seconds": grace})])), tmp_path, text=text)
+    assert f"  timeouts  {said}\n" in str(made)
+
+
+def test_a_run_without_heartbeats_is_not_asked_for_a_checkpoint(tmp_path: Path) -> None:
+    silent = {**run(), "heartbeats": {}}
+    made = planned(survey(facts(runs=[silent])), tmp_path, text="command: [a]")
+    assert made.stop is not None
+    assert f"({made.stop.doing}): SIGTERM, SIGKILL 60 s later\n" in str(made)
+    assert "60 s is all it has to save in (grace_seconds of 0007-demo)" in str(made)
+
+
+@pytest.mark.parametrize(
+    ("host", "engine", "why"),
+    [
+        (
+            "auto",
+            {},
+            "no Docker engine answers (no engine at /var/run/docker.sock: No such file or directory)",
+        ),
+        (
+            "auto",
+            {"client": "/usr/bin/docker", "error": "Cannot connect to the Docker daemon"},
+            "no Docker engine answers (Cannot connect to the Docker daemon)",
+        ),
+        (
+            "auto",
+            {"answers": True, "version": "29.1", "error": None},
+            "a Docker engine answers (version 29.1) and `docker compose up` runs the demo in it, but deploying to it comes later",
+        ),
+        ("process", {"answers": True, "version": "29.1", "error": None}, "as box has it in fabric.yaml"),
+    ],
+)
+def test_the_runtime_is_chosen_by_asking_the_engine_not_by_finding_its_client(
+    host: str, engine: dict, why: str
+) -> None:
+    settings = HostSettings(name="box", address="localhost", runtime=host)  # type: ignore[arg-type]
+    assert plan.choose_runtime(settings, facts(engine=engine)) == ("process", why)
+
+
+def test_a_runtime_that_cannot_be_deployed_to_yet_is_one_sentence() -> None:
+    with pytest.raises(DeployError) as caught:
+        plan.choose_runtime(HostSettings(name="box", address="box", runtime="pct"), facts())
+    assert str(caught.value) == (
+        "box has runtime: pct in fabric.yaml, which this version cannot deploy to; set runtime: process"
+    )
+
+
+def test_secrets_are_named_and_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "hunter2-hunter2")
+    made = planned(survey(), tmp_path, text=f"{DEMO}secrets: {{KEY: env}}")
+    assert "  secret    KEY from KEY of this machine's environment\n" in str(made)
+    assert "hunter2" not in str(made) + json.dumps(made.to_json())
+
+
+def test_a_command_of_several_lines_stays_on_one(tmp_path: Path) -> None:
+    made = planned(survey(), tmp_path, text="command: [sh, -c, \"a 'b'\\nc\"]")
+    line = next(line for line in str(made).splitlines() if line.startswith("  command"))
+    assert line == "  command   sh -c $'a \\'b\\'\\nc'"
+
+
+def test_the_plan_is_json_for_scripts(tmp_path: Path) -> None:
+    weights = Weights("/m", "copy", "/s/m@1", "m", "1" * 32, 5, "/s")
+    value = json.loads(json.dumps(planned(survey(weights=weights), tmp_path).to_json()))
+    assert (value["action"], value["name"], value["weights"]["path"]) == ("start", "demo", "/s/m@1")
+    assert value["weights"]["describe"] == "copy /m (5 B) to /s/m@1"
+
+
+def test_a_plan_cannot_be_changed_after_it_was_shown(tmp_path: Path) -> None:
+    made = planned(survey(), tmp_path)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.release = "other"  # type: ignore[misc]
+
+
+# -- stop, --same ------------------------------------------------------------------------------------------
+
+
+def test_a_stop_reads_like_this() -> None:
+    found = facts(runs=[run(), run("0008-exp")])
+    made = plan.make_stop(found, LOCALHOST, survey(found).layout)
+    assert made.stop is not None
+    assert (
+        str(made)
+        == f"""\
+stop demo on localhost
+  stop      0007-demo ({made.stop.doing}): a checkpoint first, waited for up to 300 s; then SIGTERM, SIGKILL 60 s later
+  timeouts  the smallest is 60 s (grace_seconds); no signal is sent while a checkpoint is awaited"""
+    )
+
+
+def test_nothing_to_stop_is_said() -> None:
+    found = facts(runs=[run(alive=False), run("0008-exp")])
+    made = plan.make_stop(found, LOCALHOST, survey(found).layout)
+    assert (made.acts, str(made)) == (False, "nothing to stop: no run of demo is in progress on localhost")
+
+
+def test_the_same_release_is_started_again_whatever_the_files_say() -> None:
+    found = survey(facts(runs=[run(release_id=OLD)], names={"demo": {"current": OLD, "releases": [OLD]}}))
+    made = plan.make_same(found, LOCALHOST, ["a", "b c"])
+    assert (made.action, made.release, made.differences) == ("switch", OLD, ())
+    assert f"  release   {OLD}, unchanged\n  command   a 'b c'\n" in str(made)
+
+
+def test_without_a_release_there_is_no_same() -> None:
+    with pytest.raises(DeployError) as caught:
+        plan.make_same(survey(), LOCALHOST, [])
+    assert str(caught.value) == "nothing of demo is deployed on localhost; use fab deploy --name demo"
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        facts(runs=[run(alive=False)], names={"demo": {"current": OLD}}),
+        facts(runs=[run(), run("0008-demo")], names={"demo": {"current": OLD}}),
+        facts(runs=[run()], names={"demo": {"current": "other"}}),
+    ],
+)
+def test_what_a_plan_was_made_for_is_noticed_when_it_no_longer_holds(later: dict) -> None:
+    now = facts(runs=[run()], names={"demo": {"current": OLD}})
+    assert plan.seen(now, "demo") == plan.seen(
+        facts(runs=[run(), run("0009-exp")], names={"demo": {"current": OLD}}), "demo"
+    )
+    assert plan.seen(later, "demo") != plan.seen(now, "demo")

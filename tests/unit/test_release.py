@@ -1,0 +1,222 @@
+"""Releases: named by their content, written whole, never rewritten, and without secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import APP, PYTHON, STATE, recipe
+
+from deploy import release
+from deploy.host import Local
+from deploy.release import Layout, Release
+
+DEMO = "weights: toy\ntrainer: {max-steps: 600, lr: 6e-4}\nenvironment: {LEVEL: info}\nsecrets: {KEY: env}\n"
+LAYOUT = Layout(STATE, "/dev/shm/drafthouse", "demo")
+
+
+def built(text: str, path: Path, *changes: str, layout: Layout = LAYOUT, **named: object) -> Release:
+    values = {"runtime": "process", "python": PYTHON, "weights": "toy", "data": "toy", "app": APP, "git": {}}
+    settings = recipe(text, path, *changes).settings
+    return release.build(settings, layout, **{**values, **named})  # type: ignore[arg-type]
+
+
+def test_the_trainers_command_line_is_this(tmp_path: Path) -> None:
+    assert " ".join(built(DEMO, tmp_path).command) == (
+        "/opt/venv/bin/python -u -m trainer --target-model toy --resume auto --max-steps 600 --lr 0.0006 "
+        "--output-dir /var/lib/drafthouse/names/demo/checkpoints --cache-dir /var/lib/drafthouse/names/demo/cache"
+    )
+
+
+def test_weights_and_data_of_ones_own_reach_the_command_line(tmp_path: Path) -> None:
+    words = built(DEMO, tmp_path, weights="/dev/shm/m@1", data="/data").command
+    assert " ".join(words[4:8]) == "--target-model /dev/shm/m@1 --data-dir /data"
+
+
+def test_a_foreign_command_is_left_as_it_is_and_learns_its_places_from_the_environment(
+    tmp_path: Path,
+) -> None:
+    made = built("command: [sh, -c, 'echo $X']\nenvironment: {X: 'a b'}", tmp_path, weights="/w", data=None)
+    assert made.command == ("sh", "-c", "echo $X")
+    assert made.files["run.env"].decode() == (
+        'DRAFTHOUSE_CACHE="/var/lib/drafthouse/names/demo/cache"\n'
+        'DRAFTHOUSE_CHECKPOINTS="/var/lib/drafthouse/names/demo/checkpoints"\n'
+        'DRAFTHOUSE_WEIGHTS="/w"\nPYTHONUNBUFFERED="1"\nX="a b"\n'
+    )
+
+
+def test_a_foreign_command_gets_launch_and_what_launch_imports(tmp_path: Path) -> None:
+    made = built("command: [a]", tmp_path, weights=None, data=None)
+    assert sorted(name for name in made.files if name.startswith("app/")) == [
+        "app/trainer/__init__.py",
+        "app/trainer/keeper.py",
+        "app/trainer/launch.py",
+        "app/trainer/status.py",
+    ]
+
+
+def test_launch_as_it_is_finds_all_that_it_imports_in_the_release_of_a_foreign_command() -> None:
+    found = release.needed(release.trainer_files(Path(release.__file__).parents[1]), "trainer/launch.py")
+    assert {"trainer/launch.py", "trainer/status.py", "trainer/__init__.py"} <= set(found)
+    assert not {"trainer/loss.py", "trainer/drafter.py", "trainer/train.py"} & set(found)
+
+
+def test_equal_content_is_one_release_whatever_the_commit(tmp_path: Path) -> None:
+    one = built(DEMO, tmp_path, git={"commit": "a", "dirty": False})
+    other = built(DEMO, tmp_path, git={"commit": "b", "dirty": True})
+    assert (one.id, one.digest) == (other.id, other.digest)
+    assert len(one.id) == 12
+    assert json.loads(other.manifest)["git"] == {"commit": "b", "dirty": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"app": {**APP, "trainer/loss.py": b"loss = 2\n"}},
+        {"app": {name: data for name, data in APP.items() if name != "trainer/loss.py"}},
+        {"python": "/other/python"},
+        {"weights": "/dev/shm/m@2"},
+        {"data": "/data"},
+        {"layout": Layout("/elsewhere", "/dev/shm/drafthouse", "demo")},
+    ],
+)
+def test_whatever_the_run_would_notice_makes_another_release(changes: dict, tmp_path: Path) -> None:
+    assert built(DEMO, tmp_path, **changes).id != built(DEMO, tmp_path).id
+
+
+def test_names_and_contents_cannot_be_mistaken_for_each_other(tmp_path: Path) -> None:
+    app = {**APP, "trainer/a.py": b"bc"}
+    assert built(DEMO, tmp_path, app=app).id != built(DEMO, tmp_path, app={**APP, "trainer/ab.py": b"c"}).id
+
+
+@given(value=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30))
+def test_hostile_values_arrive_in_the_runs_environment_byte_for_byte(value: str, tmp_path_factory) -> None:
+    path = tmp_path_factory.getbasetemp() / "hostile-release"
+    path.mkdir(exist_ok=True)
+    settings = recipe("command: [a]", path, f"environment.X={value}").settings
+    assert release.environment(settings, LAYOUT, None, None)["X"] == value
+
+
+# -- differences -------------------------------------------------------------------------------------------
+
+
+def test_differences_name_settings_and_code_and_nothing_twice(tmp_path: Path) -> None:
+    old = built(DEMO, tmp_path)
+    app = {**APP, "trainer/loss.py": b"loss = 2\n", "trainer/new.py": b""}
+    del app["trainer/keeper.py"]
+    new = built(DEMO, tmp_path, "lr=3e-4", "seed=1", "environment.LEVEL=", "restart.attempts=0", app=app)
+    assert release.differences(old.files, old.digests, new) == [
+        "trainer.lr: 0.0006 → 0.0003",
+        "trainer.seed: not set → 1",
+        "environment.LEVEL: info → ''",
+        "restart.attempts: 3 → 0",
+        "trainer/keeper.py: removed",
+        "trainer/loss.py: changed",
+        "trainer/new.py: new",
+    ]
+    assert release.differences(old.files, old.digests, old) == []
+
+
+def test_differences_that_are_in_no_setting_are_named_by_file(tmp_path: Path) -> None:
+    old, new = built(DEMO, tmp_path), built(DEMO, tmp_path, layout=Layout("/else", "/dev/shm", "demo"))
+    assert release.differences(old.files, old.digests, new) == ["command.json: changed"]
+
+
+def test_a_damaged_old_release_has_differences_and_no_traceback(tmp_path: Path) -> None:
+    new = built(DEMO, tmp_path)
+    assert "name: not set → demo" in release.differences({"run.yaml": b"\xff: ["}, {}, new)
+
+
+# -- on a host ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Layout:
+    return Layout(str(tmp_path / "state"), "/dev/shm/drafthouse", "demo")
+
+
+def test_a_release_is_written_once_and_then_left_alone(here: Layout, tmp_path: Path) -> None:
+    made, host = built(DEMO, tmp_path, layout=here), Local()
+    assert release.write(host, here, made) == "written"
+    path = Path(here.release(made.id))
+    before = {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in path.rglob("*")}
+    assert release.write(host, here, made) == "there already"
+    assert {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in path.rglob("*")} == before
+    assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == {
+        *made.files,
+        "release.json",
+    }
+    assert [entry.name for entry in path.parent.iterdir()] == [made.id]
+    assert all(not file.stat().st_mode & 0o222 for file in path.rglob("*") if file.is_file())
+
+
+def test_python_may_leave_its_caches_in_a_release(here: Layout, tmp_path: Path) -> None:
+    made, host = built(DEMO, tmp_path, layout=here), Local()
+    release.write(host, here, made)
+    (Path(here.release(made.id)) / "app" / "trainer" / "__pycache__").mkdir()
+    assert release.write(host, here, made) == "there already"
+
+
+@pytest.mark.parametrize("harm", ["change", "remove", "manifest"])
+def test_a_release_that_somebody_changed_is_moved_aside_whole_and_written_again(
+    harm: str, here: Layout, tmp_path: Path
+) -> None:
+    made, host = built(DEMO, tmp_path, layout=here), Local()
+    release.write(host, here, made)
+    victim = Path(here.release(made.id)) / ("release.json" if harm == "manifest" else "app/trainer/loss.py")
+    victim.unlink()
+    if harm == "change":
+        victim.write_text("edited on the host")
+    done = release.write(host, here, made)
+    name = "release.json" if harm == "manifest" else "app/trainer/loss.py"
+    assert done.startswith(f"written again: {name} on the host had been changed; the old files are in ")
+    assert release.damage(host, here, made) == []
+    aside = Path(done.rpartition(" ")[2])
+    assert (aside / "app/trainer/status.py").exists()
+    if harm == "change":
+        assert (aside / "app/trainer/loss.py").read_text() == "edited on the host"
+
+
+def test_the_deployed_release_can_be_read_back_for_comparison(here: Layout, tmp_path: Path) -> None:
+    made, host = built(DEMO, tmp_path, layout=here), Local()
+    assert release.deployed(host, here, made.id) is None
+    release.write(host, here, made)
+    files, digests = release.deployed(host, here, made.id) or ({}, {})
+    assert release.differences(files, digests, made) == []
+    assert digests == made.digests
+
+
+def test_no_secret_is_in_any_file_of_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "hunter2-hunter2")
+    made = built(DEMO, tmp_path)
+    assert not [name for name, data in {**made.files, "m": made.manifest}.items() if b"hunter2" in data]
+    assert "secrets:\n- KEY\n" in made.files["run.yaml"].decode()
+
+
+def test_the_copy_of_the_trainer_is_its_sources_and_nothing_else(tmp_path: Path) -> None:
+    for name in (
+        "trainer/a.py",
+        "trainer/sub/b.py",
+        "trainer/data.bin",
+        "trainer/__pycache__/a.py",
+        "trainer/.x/c.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    assert release.trainer_files(tmp_path) == {"trainer/a.py": b"1", "trainer/sub/b.py": b"1"}
+
+
+def test_git_is_named_with_its_uncommitted_changes_and_missing_outside_a_checkout(tmp_path: Path) -> None:
+    host, git = Local(), ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@y"]
+    assert release.git_state(tmp_path) == {}
+    (tmp_path / "a").write_text("1")
+    for words in (["init", "-q"], ["add", "a"], ["commit", "-qm", "x"]):
+        host.run([*git, *words], timeout=20, env={"GIT_CONFIG_GLOBAL": os.devnull})
+    state = release.git_state(tmp_path)
+    assert (len(state["commit"]), state["dirty"]) == (40, False)
+    (tmp_path / "a").write_text("2")
+    assert release.git_state(tmp_path) == {**state, "dirty": True}

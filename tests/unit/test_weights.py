@@ -1,0 +1,234 @@
+"""Weights: checked by their headers, copied whole into shared memory, versioned, and never written over."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deploy import weights
+from deploy.errors import DeployError
+from deploy.weights import Weights, check_model_dir
+
+
+def tensor_file(path: Path, payload: bytes = b"\x01" * 16, *, claimed: int | None = None) -> None:
+    """A safetensors file with one tensor; `claimed` is the size that its header says."""
+    end = len(payload) if claimed is None else claimed
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [end], "data_offsets": [0, end]}, "__metadata__": {"a": "b"}}
+    )
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + payload)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "models" / "small"
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    tensor_file(path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the tests' own directory is a tmpfs must not matter."""
+    monkeypatch.setattr(weights, "_on_tmpfs", lambda path: False)
+
+
+# -- checks ------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_model_has_nothing_to_complain_about(model: Path) -> None:
+    assert check_model_dir(model) == []
+
+
+def spoil(kind: str, model: Path) -> str:
+    """Spoil the model; returns the sentence that should be said after the directory's name."""
+    file = model / "model.safetensors"
+    data = file.read_bytes()
+    if kind == "missing":
+        shutil.rmtree(model)
+        return " do not exist; correct weights: in the run's file"
+    if kind == "file":
+        shutil.rmtree(model)
+        model.write_text("x")
+        return " are no directory; give the directory that holds config.json"
+    if kind == "no config":
+        (model / "config.json").unlink()
+        return ": config.json is missing; copy the model again"
+    if kind == "bad config":
+        (model / "config.json").write_text("{")
+        return ": config.json is no valid JSON; copy the model again"
+    if kind == "list config":
+        (model / "config.json").write_text("[]")
+        return ": config.json holds no JSON object; copy the model again"
+    if kind == "no weights":
+        file.unlink()
+        return " hold no *.safetensors file; copy the model again"
+    if kind == "pickle":
+        file.rename(model / "pytorch_model.bin")
+        return " hold no *.safetensors file (pytorch_model.bin is there: convert it); copy the model again"
+    if kind == "short":
+        file.write_bytes(data[:-1])
+        size = len(data)
+        return f": model.safetensors is {size - 1:,} bytes long, but its header says {size:,}; copy it again"
+    if kind == "long":
+        file.write_bytes(data + b"x")
+        size = len(data)
+        return f": model.safetensors is {size + 1:,} bytes long, but its header says {size:,}; copy it again"
+    if kind == "pointer":
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        return ": model.safetensors is a Git LFS pointer, not the file itself; copy it again"
+    if kind == "empty":
+        file.write_bytes(b"")
+        return ": model.safetensors is damaged: 0 B cannot hold its header; copy it again"
+    if kind == "garbage":
+        file.write_bytes((20).to_bytes(8, "little") + b"x" * 40)
+        return ": model.safetensors is damaged: its header is no valid JSON; copy it again"
+    if kind == "no offsets":
+        file.write_bytes((8).to_bytes(8, "little") + b'{"a":{}}')
+        return ": model.safetensors is damaged: its header is no valid JSON; copy it again"
+    if kind == "shard":
+        index = {"weight_map": {"a": "model.safetensors", "b": "x-2.safetensors", "c": "x-3.safetensors"}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        return " lack x-2.safetensors and 1 more, which the index names; copy the model again"
+    assert kind == "index"
+    (model / "model.safetensors.index.json").write_text("{}")
+    return ": model.safetensors.index.json has no weight_map; copy the model again"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["missing", "file", "no config", "bad config", "list config", "no weights", "pickle", "short", "long", "pointer",
+     "empty", "garbage", "no offsets", "shard", "index"],
+)  # fmt: skip
+def test_a_model_that_is_not_whole_is_one_sentence(kind: str, model: Path) -> None:
+    wanted = spoil(kind, model)
+    assert check_model_dir(model) == [f"weights {model}{wanted}"]
+
+
+# -- staging -----------------------------------------------------------------------------------------------
+
+
+def entries(path: Path) -> list[str]:
+    return sorted(os.listdir(path)) if path.exists() else []
+
+
+def test_weights_appear_under_their_digest_behind_a_link(model: Path, tmp_path: Path) -> None:
+    shm = tmp_path / "shm"
+    (model / "sub").mkdir()
+    (model / "sub" / "x.txt").write_text("x")
+    (model / ".git").mkdir()
+    planned = weights.plan(model, shm)
+    assert (planned.action, planned.path) == ("copy", f"{shm}/small@{planned.digest[:12]}")
+    assert entries(shm) == []
+    weights.stage(planned)
+    assert entries(shm) == ["small", f"small@{planned.digest[:12]}"]
+    assert os.readlink(shm / "small") == f"small@{planned.digest[:12]}"
+    assert sorted(os.listdir(shm / "small")) == [
+        ".drafthouse.json",
+        "config.json",
+        "model.safetensors",
+        "sub",
+    ]
+    assert check_model_dir(shm / "small") == []
+
+
+def test_weights_that_are_there_are_neither_copied_nor_read_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights.stage(weights.plan(model, tmp_path / "shm"))
+    monkeypatch.setattr(weights, "_tree_digest", lambda files: pytest.fail("the weights were read again"))
+    monkeypatch.setattr(weights, "_copy", lambda *_: pytest.fail("the weights were copied again"))
+    planned = weights.plan(model, tmp_path / "shm")
+    assert planned.action == "present"
+    weights.stage(planned)
+
+
+def test_changed_weights_are_another_version_and_the_old_one_stays_as_it_was(
+    model: Path, tmp_path: Path
+) -> None:
+    shm = tmp_path / "shm"
+    first = weights.plan(model, shm)
+    weights.stage(first)
+    old = Path(str(first.path)) / "model.safetensors"
+    before = (old.read_bytes(), old.stat().st_mtime_ns)
+    tensor_file(model / "model.safetensors", b"\x02" * 16)
+    second = weights.plan(model, shm)
+    assert second.digest != first.digest
+    weights.stage(second)
+    assert (old.read_bytes(), old.stat().st_mtime_ns) == before
+    assert os.readlink(shm / "small") == Path(str(second.path)).name
+
+
+def test_a_copy_that_lost_a_file_is_made_again(model: Path, tmp_path: Path) -> None:
+    shm = tmp_path / "shm"
+    weights.stage(weights.plan(model, shm))
+    (shm / "small" / "config.json").unlink()
+    again = weights.plan(model, shm)
+    assert again.action == "copy"
+    weights.stage(again)
+    assert check_model_dir(shm / "small") == []
+
+
+def test_links_of_a_download_cache_are_followed(model: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).symlink_to(model / name)
+    weights.stage(weights.plan(snapshot, tmp_path / "shm"))
+    copied = tmp_path / "shm" / "snapshot" / "model.safetensors"
+    assert not copied.is_symlink()
+    assert copied.read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_without_room_nothing_is_copied(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shm = tmp_path / "shm"
+    planned = weights.plan(model, shm)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3))
+    with pytest.raises(DeployError) as caught:
+        weights.stage(planned)
+    assert str(caught.value) == (
+        f"{shm} has 3 B free, but the weights need {planned.bytes} B; remove weights that no run uses, or choose "  # noqa: E501
+        "another place with shm: in fabric.yaml"
+    )
+    assert entries(shm) == []
+
+
+def test_weights_that_change_while_they_are_copied_are_refused(model: Path, tmp_path: Path) -> None:
+    planned = weights.plan(model, tmp_path / "shm")
+    tensor_file(model / "model.safetensors", b"\x03" * 16)
+    with pytest.raises(DeployError, match="changed while they were copied"):
+        weights.stage(planned)
+    assert entries(tmp_path / "shm") == []
+
+
+def test_a_link_that_is_in_the_way_is_one_sentence(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "shm" / "small").mkdir(parents=True)
+    with pytest.raises(DeployError, match="is in the way"):
+        weights.stage(weights.plan(model, tmp_path / "shm"))
+
+
+def test_weights_in_shared_memory_are_used_where_they_lie(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_on_tmpfs", lambda path: True)
+    planned = weights.plan(model, Path("/dev/shm/drafthouse"))
+    assert (planned.action, planned.path) == ("in-place", str(model))
+
+
+@pytest.mark.parametrize(
+    ("planned", "text"),
+    [
+        (Weights("toy", "toy", "toy"), "toy, which the trainer makes itself on its first run and caches"),
+        (Weights("/m", "in-place", "/m", bytes=5), "/m (5 B), in shared memory already, used where it lies"),
+        (Weights("/m", "present", "/s/m@1", bytes=54_000_000_000), "/s/m@1 (54 GB), unchanged"),
+        (Weights("/m", "copy", "/s/m@1", bytes=1234), "copy /m (1.2 kB) to /s/m@1"),
+    ],
+)
+def test_the_plan_says_what_happens_to_the_weights(planned: Weights, text: str) -> None:
+    assert planned.describe() == text
