@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ENGINE_TIMEOUT = 2.0  # seconds; an engine that is up answers in milliseconds
+HANGS = f"does not answer within {ENGINE_TIMEOUT:g} s"
 ENGINE_SOCKET = "/var/run/docker.sock"
 PROGRAM_PATHS = ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # SSH logins lack some
 
@@ -101,7 +102,8 @@ def engine() -> dict[str, Any]:
     client = program("docker")
     version, error = ask_socket()
     compose = None
-    if client and version is None:  # another context or DOCKER_HOST: only the client knows where
+    if client and version is None and HANGS not in (error or ""):
+        # Another context, or a DOCKER_HOST that is no socket: only the client knows where to ask.
         version, other = ask(client, "version", "--format", "{{.Server.Version}}")
         error = other or error
     if client and version:
@@ -133,8 +135,8 @@ def ask_socket() -> tuple[str | None, str | None]:
                     break
                 answer += chunk
         return str(json.loads(answer.partition(b"\r\n\r\n")[2])["Version"]), None
-    except TimeoutError:  # (Python 3.9 has it below OSError)
-        return None, f"the engine at {path} does not answer within {ENGINE_TIMEOUT:g} s"
+    except socket.timeout:  # noqa: UP041  (TimeoutError itself only since Python 3.10)
+        return None, f"the engine at {path} {HANGS}"
     except OSError as error:
         return None, f"no engine at {path}: {error.strerror or error}"
     except (ValueError, KeyError, TypeError):
@@ -146,7 +148,7 @@ def ask(*argv: str) -> tuple[str | None, str | None]:
     try:
         result = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ENGINE_TIMEOUT)
     except subprocess.TimeoutExpired:
-        return None, f"{argv[0]} {argv[1]} does not answer within {ENGINE_TIMEOUT:g} s"
+        return None, f"{argv[0]} {argv[1]} {HANGS}"
     except OSError as error:
         return None, f"{argv[0]}: {error.strerror}"
     line = result.stdout.decode("utf-8", "replace").strip().partition("\n")[0]

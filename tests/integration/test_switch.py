@@ -256,7 +256,7 @@ switch.watch(Local(), record, lambda step: None)
 
 def test_a_client_that_is_killed_changes_nothing_and_the_next_one_sees_it_all(place, tmp_path):
     """CASES 2 and 3: the whole session of the client goes away, with its terminal."""
-    old = running(place, environment={"SAVE_SECONDS": "1"})
+    old = running(place, environment={"SAVE_SECONDS": "2"})
     new = place.run_dir()
     (tmp_path / "spec.json").write_text(json.dumps(place.spec(new, old)))
     client = subprocess.Popen(
@@ -285,10 +285,12 @@ def test_a_client_that_is_killed_changes_nothing_and_the_next_one_sees_it_all(pl
 
 
 def test_the_start_returns_while_the_old_run_still_saves(place):
-    old = running(place, environment={"SAVE_SECONDS": "2"})
+    old = running(place, environment={"SAVE_SECONDS": "1000"})
     record = switch.start(HOST, place.spec(None, old))
+    until(lambda: json.loads(HOST.read(record))["steps"])
     value = json.loads(HOST.read(record))
     assert (value["outcome"], value["steps"][0]["outcome"]) == ("running", "running")
+    assert old.alive()
 
 
 def test_a_switch_whose_process_is_gone_is_reported_as_interrupted(place):

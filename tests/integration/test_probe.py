@@ -1,0 +1,345 @@
+"""deploy/probe.py as a deploy sends it: what it finds, and that nothing it finds can break it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import threading
+
+import deployed
+import pytest
+from deployed import HOST, TRAINER, processes_of, steps, until
+
+from deploy import evidence, onhost
+from deploy.health import verdict
+from deploy.host import HostError, Local
+from trainer import status
+
+PARENT = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+BUSY = "print('hello', flush=True)\nwhile True: pass"
+
+
+@pytest.fixture
+def place(tmp_path):
+    yield from deployed.place(tmp_path)
+
+
+def collect(place, **options):
+    return evidence.collect(HOST, str(place.root), str(place.root / "shm"), **options)
+
+
+def test_a_bare_machine_is_described_without_a_problem(place):
+    facts = collect(place, sample=0)
+    assert facts["schema"] == 1
+    assert facts["problems"] == []
+    assert (facts["names"], facts["runs"], facts["weights"]) == ({}, [], [])
+    assert facts["state"]["exists"] is False
+    assert facts["state"]["writable"] is True
+    assert facts["state"]["free_bytes"] > 0
+    assert facts["memory"]["total"] > facts["memory"]["available"] > 0
+    assert facts["python"] == ".".join(str(part) for part in sys.version_info[:3])
+    assert facts["uid"] == os.getuid()
+    assert facts["boot_time"] < facts["time"]
+
+
+def test_shared_memory_is_told_from_a_disk(tmp_path):
+    assert evidence.collect(HOST, str(tmp_path), "/dev/shm/drafthouse-of-a-test", sample=0)["shm"]["is_tmpfs"]
+    assert not evidence.collect(HOST, str(tmp_path), "/proc/none", sample=0)["shm"]["is_tmpfs"]
+
+
+def test_only_python_variables_leave_the_host(place, monkeypatch):
+    monkeypatch.setenv("PYTHONBUFFERED", "1")
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    facts = collect(place, sample=0)
+    assert facts["environment"]["PYTHONBUFFERED"] == "1"
+    assert "hunter2" not in json.dumps(facts)
+
+
+def test_a_run_in_progress_is_described_with_all_of_its_processes(place):
+    run = place.run_dir(PARENT + TRAINER)
+    place.start(run)
+    until(lambda: steps(run) > 2)
+    facts = collect(place)
+    (found,) = facts["runs"]
+    assert found["run_id"] == "0001-demo"
+    assert found["alive"] is True
+    assert found["rebooted"] is False
+    assert found["heartbeats"]["0"]["step"] > 2
+    assert found["log"]["bytes"] > 0
+    assert found["log"]["tail"][-1].startswith("step ")
+    pids = {process["pid"] for process in found["processes"]}
+    assert set(processes_of(run)) | {run.launch().pid} <= pids
+    assert os.getpid() not in pids
+    trainer = next(p for p in found["processes"] if p["pid"] == run.launch().trainer_pid)
+    assert len(trainer["cpu_ticks"]) == 2
+    assert trainer["unbuffered"] == "1"
+    assert trainer["stdout"].startswith("pipe:")
+    assert trainer["rss"] > 1 << 20
+    assert abs(trainer["started"] - found["launch"]["trainer_started"]) < 3
+    assert verdict(found, facts["time"]).word == "training"
+
+
+def test_cpu_work_between_the_two_samples_is_seen(place):
+    run = place.run_dir(BUSY)
+    place.start(run)
+    until(
+        lambda: (run.log / f"{0:020d}.log").exists() and b"hello" in (run.log / f"{0:020d}.log").read_bytes()
+    )
+    (found,) = collect(place)["runs"]
+    assert sum(p["cpu_ticks"][1] - p["cpu_ticks"][0] for p in found["processes"]) > 0
+
+
+def test_without_a_sample_cpu_time_is_read_once(place):
+    run = place.run_dir()
+    place.start(run)
+    until(lambda: steps(run))
+    (found,) = collect(place, sample=0)["runs"]
+    assert all(len(process["cpu_ticks"]) == 1 for process in found["processes"])
+
+
+def test_a_run_that_has_ended_owns_no_process_although_its_pids_were_used_again(place):
+    run = place.run_dir("print('hello')")
+    place.start(run)
+    until(lambda: run.exit() and not run.alive())
+    launch = run.launch()
+    launch.pid = launch.trainer_pid = os.getpid()
+    run.write_launch(launch)
+    facts = collect(place)
+    assert facts["runs"][0]["processes"] == []
+    assert verdict(facts["runs"][0], facts["time"]).word == "finished"
+
+
+def test_names_with_releases_and_links_are_listed(place):
+    place.release("aaaaaaaaaaaa")
+    place.release("bbbbbbbbbbbb")
+    name = place.root / "names" / "demo"
+    (name / "current").symlink_to("releases/bbbbbbbbbbbb")
+    (name / "previous").symlink_to("releases/aaaaaaaaaaaa")
+    (name / "releases" / ".cccc.tmp").mkdir()
+    facts = collect(place, sample=0)
+    assert facts["names"]["demo"] == {
+        "current": "bbbbbbbbbbbb",
+        "previous": "aaaaaaaaaaaa",
+        "releases": ["aaaaaaaaaaaa", "bbbbbbbbbbbb"],
+        "stop": None,
+    }
+    assert facts["switch"] == {"demo": None}
+
+
+def test_weights_are_listed_with_their_size(place):
+    path = place.root / "shm" / "toy@0123456789ab"
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"x" * 1000)
+    (place.root / "shm" / "toy").symlink_to(path)
+    (place.root / "shm" / ".incoming").mkdir()
+    assert collect(place, sample=0)["weights"] == [
+        {"name": "toy", "digest": "0123456789ab", "path": str(path), "bytes": 1000}
+    ]
+
+
+def test_only_the_newest_runs_of_a_name_are_read_and_other_names_keep_theirs(place):
+    first = place.run_dir(name="other")
+    for _ in range(25):
+        place.run_dir()
+    runs = [run["run_id"] for run in collect(place, sample=0)["runs"]]
+    assert runs == [first.path.name, *(f"{n:04d}-demo" for n in range(7, 27))]
+
+
+# -- files that are not ours, or not whole ------------------------------------------------------------------
+
+FILES = ["run.json", "launch.json", "exit.json", "switch.json", "status/0.json"]
+CONTENTS = [
+    b"",
+    b"{half",
+    b"[]",
+    b"null",
+    b"3",
+    b'"text"',
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+    b'{"pid": "x", "time": []}',
+]
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: repr(content[:12]))
+def test_a_half_written_or_foreign_file_becomes_a_problem_and_the_rest_is_still_told(place, content):
+    for file in FILES:
+        run = place.run_dir()
+        (run.path / "status").mkdir()
+        (run.path / file).write_bytes(content)
+    (place.root / "names" / "demo" / "stop.json").parent.mkdir(parents=True)
+    (place.root / "names" / "demo" / "stop.json").write_bytes(content)
+    good = place.run_dir()
+    facts = collect(place, sample=0)
+    assert len(facts["runs"]) == len(FILES) + 1
+    assert facts["runs"][-1]["run"]["run_id"] == good.path.name
+    for run in facts["runs"]:
+        verdict(run, facts["time"])
+    if not content.startswith((b'{"', b"null")):
+        for file in [*FILES, "stop.json"]:
+            assert any(file in problem for problem in facts["problems"]), file
+
+
+def test_things_in_the_wrong_place_break_nothing(place):
+    run = place.run_dir()
+    (run.path / "exit.json").mkdir()
+    (run.path / "status").write_text("a file")
+    (run.path / "log").write_text("a file")
+    other = place.run_dir()
+    other.log.mkdir()
+    (other.log / f"{0:020d}.log").mkdir()
+    (other.path / "launch.lock").mkdir()
+    (place.root / "runs" / "not-a-run").mkdir()
+    (place.root / "names").mkdir()
+    (place.root / "names" / "file").write_text("")
+    (place.root / "names" / "Bad Name").mkdir()
+    facts = collect(place, sample=0)
+    assert [found["run_id"] for found in facts["runs"]] == ["0001-demo", "0002-demo"]
+    assert facts["names"] == {}
+    assert facts["problems"]
+
+
+def test_random_damage_never_breaks_the_probe_or_the_verdict(place):
+    """A healthy run's files, cut and flipped at random."""
+    run = place.run_dir()
+    place.start(run)
+    until(lambda: steps(run))
+    os.kill(run.launch().pid, signal.SIGTERM)
+    until(lambda: run.exit() and not run.alive())
+    chance = random.Random(7)
+    for number in range(2, 32):
+        copy = run.path.with_name(f"{number:04d}-copy{number % 2}")
+        shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns("log"))
+        for file in FILES:
+            path = copy / file
+            if not path.exists():
+                continue
+            data = bytearray(path.read_bytes())
+            for _ in range(chance.randrange(1, 4)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            path.write_bytes(data[: chance.randrange(1, len(data) + 1)] if chance.random() < 0.5 else data)
+    facts = collect(place, sample=0)
+    assert len(facts["runs"]) == 31
+    for found in facts["runs"]:
+        assert verdict(found, facts["time"]).reason
+
+
+def test_a_python_that_is_not_there_is_an_error_in_one_sentence(place):
+    with pytest.raises(HostError, match="no program"):
+        evidence.collect(Local(python="/no/such/python"), str(place.root))
+
+
+def test_an_answer_that_is_no_json_is_an_error_in_one_sentence(place, monkeypatch):
+    monkeypatch.setattr(onhost, "program", lambda modules: b"print('Welcome!')")
+    with pytest.raises(HostError, match="no JSON"):
+        evidence.collect(HOST, str(place.root))
+
+
+# -- the engine --------------------------------------------------------------------------------------------
+
+
+class Engine(threading.Thread):
+    """Answers on a socket as an engine does, or in other ways."""
+
+    def __init__(self, path, answer: bytes | None) -> None:
+        super().__init__(daemon=True)
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(str(path))
+        self.socket.listen()
+        self.answer = answer
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            if self.answer is not None:
+                connection.recv(4096)
+                connection.sendall(self.answer)
+                connection.close()
+
+
+def engine_facts(place, monkeypatch, tmp_path, answer: bytes | None, client: str = ""):
+    bin_directory = tmp_path / "bin"
+    bin_directory.mkdir()
+    if client:
+        (bin_directory / "docker").write_text(f"#!/bin/sh\n{client}\n")
+        (bin_directory / "docker").chmod(0o755)
+    path = tmp_path / "docker.sock"
+    server = Engine(path, answer)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")
+    monkeypatch.setenv("PATH", f"{bin_directory}:{os.environ['PATH']}")
+    try:
+        return collect(place, sample=0)["engine"]
+    finally:
+        server.socket.close()
+
+
+def test_an_engine_that_answers_is_told_with_its_version(place, monkeypatch, tmp_path):
+    answer = b'HTTP/1.0 200 OK\r\n\r\n{"Version": "27.1.0"}'
+    engine = engine_facts(place, monkeypatch, tmp_path, answer, client="echo 2.29.0")
+    assert (engine["answers"], engine["version"], engine["compose"]) == (True, "27.1.0", "2.29.0")
+
+
+def test_a_client_without_an_engine_is_no_engine(place, monkeypatch, tmp_path):
+    """A bare machine often has Docker's client."""
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    (tmp_path / "docker").write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    engine = collect(place, sample=0)["engine"]
+    assert engine["client"] == str(tmp_path / "docker")
+    assert (engine["answers"], engine["version"]) == (False, None)
+    assert "Cannot connect" in engine["error"]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.0 200 OK\r\n\r\n{half", b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.0 200 OK\r\n\r\n[]"]
+)
+def test_something_else_on_the_socket_is_no_engine(place, monkeypatch, tmp_path, answer):
+    engine = engine_facts(place, monkeypatch, tmp_path, answer, client="exit 1")
+    assert engine["answers"] is False
+    assert engine["error"]
+
+
+def test_an_engine_that_hangs_is_given_up_on(place, monkeypatch, tmp_path):
+    engine = engine_facts(place, monkeypatch, tmp_path, None, client="exec sleep 1000")
+    assert engine["answers"] is False
+    assert "does not answer within 2 s" in engine["error"]
+
+
+def test_a_compose_plugin_that_is_missing_is_told_although_the_engine_answers(place, monkeypatch, tmp_path):
+    answer = b'HTTP/1.0 200 OK\r\n\r\n{"Version": "27.1.0"}'
+    client = "echo \"docker: 'compose' is not a docker command.\" >&2; exit 1"
+    engine = engine_facts(place, monkeypatch, tmp_path, answer, client=client)
+    assert (engine["answers"], engine["compose"]) == (True, None)
+    assert "compose" in engine["error"]
+
+
+def test_a_run_is_alive_for_every_reader_and_reading_never_keeps_one_from_starting(place):
+    """The probe tests locks by holding them for a moment; a start at that moment must still succeed."""
+    probing = threading.Event()
+
+    def keep_probing():
+        while not probing.is_set():
+            for run in status.list_runs(place.root / "runs"):
+                run.alive()
+
+    thread = threading.Thread(target=keep_probing, daemon=True)
+    thread.start()
+    try:
+        for _ in range(5):
+            run = place.run_dir("print('hello')")
+            place.start(run)
+            until(lambda run=run: run.exit())
+            assert run.exit().reason == "finished"
+    finally:
+        probing.set()
+        thread.join()
