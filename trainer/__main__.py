@@ -21,9 +21,6 @@ from trainer.status import RUN_DIR_VARIABLE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 trained or stopped as asked, 1 a checkpoint was lost, 2 wrong input."""
-    # USR1 prints every thread's stack, even if Python's lock is held for ever; launch asks for it.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save yet: no traceback either
     try:
         request = config.parse(argv)
         settings = request.settings
@@ -62,11 +59,12 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     """
     from trainer.data_meta import check_meta, read_meta
     from trainer.drafter_config import DrafterConfig
-    from trainer.modeldir import check_weights, default_mask_token, read_config, text_config, tokenizer_digest
+    from trainer.modeldir import check_weights, default_mask_token, text_config, tokenizer_digest
 
     if settings.target_model == "toy":
         return "settings are valid; the toy target is made at the start"
-    target = text_config(read_config(settings.target_model))
+    target = text_config(settings.target_model)
+    tokenizer = tokenizer_digest(settings.target_model)
     mask = settings.mask_token_id
     if mask is None:
         mask = default_mask_token(settings.target_model, target.vocab_size)
@@ -80,7 +78,7 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     )
     assert settings.data_dir
     meta = read_meta(settings.data_dir)
-    check_meta(settings.data_dir, meta, tokenizer_digest(settings.target_model), target.vocab_size)
+    check_meta(settings.data_dir, meta, tokenizer, target.vocab_size)
     if weights:
         check_weights(settings.target_model)
     return (
@@ -92,4 +90,7 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
 
 
 if __name__ == "__main__":
+    # USR1 prints every thread's stack, even if Python's lock is held for ever; launch asks for it.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save yet: no traceback either
     sys.exit(main())

@@ -179,9 +179,14 @@ def _read_state(path: Path) -> State | str:
 
 
 def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint whose state.json is right; None if nothing is."""
     for name in TENSORS:
         if wrong := check_safetensors(path / name):
             return f"{name} {wrong}"
+    try:
+        json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"config.json cannot be read ({error})"
     return None
 
 

@@ -190,7 +190,7 @@ def share(budget: int, counts: Sequence[int]) -> list[int]:
 
 def bucket_length(length: np.ndarray) -> np.ndarray:
     """Round lengths up so that few different ones occur and at most an eighth is padding."""
-    step = np.maximum(16, 2 ** (np.floor(np.log2(np.maximum(length, 1))).astype(np.int64) - 3))
+    step = 2 ** (np.log2(np.maximum(length, 128)).astype(np.int64) - 3)  # 16 at least
     return -(-length // step) * step
 
 

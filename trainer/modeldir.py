@@ -122,14 +122,17 @@ def default_mask_token(directory: str | Path, vocab_size: int) -> int:
     return int(unused)
 
 
-def text_config(config: dict[str, Any]) -> SimpleNamespace:
+def text_config(directory: str | Path) -> SimpleNamespace:
     """The part of config.json that describes the language model, as `DrafterConfig.for_target` reads it.
 
     Raises InputError if it lacks what every decoder has.
     """
+    config = read_config(directory)
     chosen = config.get("text_config", config)
     needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     missing = [key for key in needed if key not in chosen]
     if missing:
-        raise InputError(f"--target-model: config.json lacks '{missing[0]}', so it is no decoder's")
+        raise InputError(
+            f"--target-model {directory}: config.json lacks '{missing[0]}', so it is no decoder's"
+        )
     return SimpleNamespace(**chosen)

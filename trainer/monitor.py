@@ -210,7 +210,7 @@ class Monitor:
         self._request_seen = (found.st_mtime_ns, found.st_ino)
         try:
             request = self.run_dir.request()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             say(f"warning: request.json is passed over: {error}")
             return None
         answered = self._heartbeat.answered or {}

@@ -84,7 +84,6 @@ class Trainer:
         self.sinks: list[Sink] = []
         self.saved: Path | None = None  # the last checkpoint of this process
         self.device = choose_device(settings.device)
-        torch.manual_seed(settings.seed)
         self.toy_prompts: evaluation.Prompts | None = None  # with the toy target
 
         monitor.phase("loading")
@@ -104,6 +103,7 @@ class Trainer:
             mask_token_id=default_mask_token(target_dir, vocabulary) if mask is None else mask,
         )
         self.target.tap(self.config.target_layer_ids)
+        torch.manual_seed(settings.seed)  # only now: making the toy draws numbers too
         self.drafter = Drafter(self.config)
         if settings.init_from_target:
             self.drafter.init_from_target(self.target.model)
@@ -304,9 +304,7 @@ class Trainer:
         try:
             self._evaluate("after")
         except Stopped:
-            say(
-                "stopped during the evaluation; the checkpoint is complete, the next run repeats the evaluation"
-            )
+            say("stopped during the evaluation, which the next run repeats; the training is saved")
             return 0 if wrong is None else SAVE_FAILED
         self.state.finished = True
         if wrong is not None:

@@ -1,0 +1,262 @@
+"""Tokenised completions: what is written is read, and what is drawn depends on nothing but seed and epoch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer import data
+from trainer.data import Completions, Portions, Reader, bucket_length, share, valid_anchors, write_completions
+from trainer.errors import InputError
+
+META = {"tokenizer": "abc", "target": "tiny"}
+PORTIONS = Portions(
+    token_budget=256,
+    max_batch_size=8,
+    max_seq_len=64,
+    block_size=4,
+    max_anchors=20,
+    gamma=2.0,
+    mask_token_id=96,
+)
+
+
+@pytest.fixture
+def completions(tmp_path: Path) -> Completions:
+    write_completions(tmp_path / "data", tiny.documents(40), META)
+    return Completions.open(tmp_path / "data")
+
+
+def test_documents_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SHARD_DOCUMENTS", 7)
+    monkeypatch.setattr(data, "BATCH_DOCUMENTS", 3)
+    documents = tiny.documents(20)
+    write_completions(tmp_path / "data", iter(documents), {**META, "more": 1})
+    found = Completions.open(tmp_path / "data")
+    assert len(found) == 20
+    for i, (ids, mask) in enumerate(documents):
+        assert found.document(i)[0].tolist() == ids.tolist()
+        assert found.document(i)[1].tolist() == mask.tolist()
+    assert found.meta["shards"] == ["00000.arrow", "00001.arrow", "00002.arrow"]
+    assert found.meta["tokens"] == sum(len(ids) for ids, _ in documents)
+    assert found.meta["supervised_tokens"] == sum(int(mask.sum()) for _, mask in documents)
+    assert found.meta["more"] == 1
+    assert found.lengths.tolist() == [len(ids) for ids, _ in documents]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def broken():  # type: ignore[no-untyped-def]
+        yield [1, 2, 3], [0, 1, 1]
+        yield [1, 2], [0]
+
+    with pytest.raises(ValueError, match="as many mask values"):
+        write_completions(tmp_path / "data", broken(), META)
+    with pytest.raises(InputError, match="not one document"):
+        write_completions(tmp_path / "data", [], META)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_directory_is_not_written_over(tmp_path: Path) -> None:
+    write_completions(tmp_path / "data", tiny.documents(2), META)
+    with pytest.raises(InputError, match="exists already"):
+        write_completions(tmp_path / "data", tiny.documents(3), META)
+    assert len(Completions.open(tmp_path / "data")) == 2
+
+
+def spoil(directory: Path, how: str) -> None:
+    shard, meta = directory / "00000.arrow", directory / "data.json"
+    value = json.loads(meta.read_text())
+    if how == "no data.json":
+        meta.unlink()
+    elif how == "broken data.json":
+        meta.write_text("{")
+    elif how == "another schema":
+        meta.write_text(json.dumps({**value, "schema": 99}))
+    elif how == "a key missing":
+        meta.write_text(json.dumps({k: v for k, v in value.items() if k != "shards"}))
+    elif how == "a shard missing":
+        shard.unlink()
+    elif how == "a shard cut off":
+        shard.write_bytes(shard.read_bytes()[:-200])
+    elif how == "a shard of something else":
+        shard.write_bytes(b"hello")
+    elif how == "fewer documents":
+        meta.write_text(json.dumps({**value, "documents": 7}))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("no data.json", "no data.json"),
+        ("broken data.json", "data.json cannot be read"),
+        ("another schema", "schema"),
+        ("a key missing", "'shards'"),
+        ("a shard missing", "00000.arrow is missing"),
+        ("a shard cut off", "00000.arrow is damaged"),
+        ("a shard of something else", "00000.arrow is damaged"),
+        ("fewer documents", "promises 7 documents"),
+    ],
+)
+def test_damaged_data_is_refused_by_name(tmp_path: Path, how: str, says: str) -> None:
+    write_completions(tmp_path / "data", tiny.documents(3), META)
+    spoil(tmp_path / "data", how)
+    with pytest.raises(InputError, match=says) as caught:
+        Completions.open(tmp_path / "data")
+    assert str(tmp_path / "data") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_data_of_another_tokenizer_or_vocabulary_is_refused(completions: Completions) -> None:
+    completions.check_target("abc", 97)
+    with pytest.raises(InputError, match="another tokenizer"):
+        completions.check_target("other", 97)
+    with pytest.raises(InputError, match="vocabulary of 50"):
+        completions.check_target("abc", 50)
+
+
+@pytest.mark.parametrize(
+    ("mask", "anchors"),
+    [
+        ("0000", []),
+        ("1111", [0, 1, 2]),  # the last token predicts nothing
+        ("0111", [1, 2]),
+        ("0001", []),
+        ("1000", []),
+        ("1001", [0]),  # slot 3 of its block is supervised
+        ("10001", []),  # out of reach for blocks of 4
+        ("11000111", [0, 5, 6]),  # 1 reaches positions 2 to 4 only
+        ("1", []),
+    ],
+)
+def test_an_anchor_is_supervised_and_so_is_something_that_it_predicts(mask: str, anchors: list[int]) -> None:
+    assert valid_anchors(np.array([int(c) for c in mask]), 4).tolist() == anchors
+
+
+@given(st.integers(0, 200), st.lists(st.integers(0, 60), min_size=1, max_size=12))
+def test_the_budget_is_shared_in_proportion_and_used_up(budget: int, counts: list[int]) -> None:
+    given_out = share(budget, counts)
+    assert sum(given_out) == min(budget, sum(counts))
+    assert all(0 <= got <= count for got, count in zip(given_out, counts, strict=True))
+    if sum(counts) > budget:
+        for got, count in zip(given_out, counts, strict=True):
+            assert abs(got - budget * count / sum(counts)) < 1
+
+
+def test_bucketed_lengths_waste_little() -> None:
+    lengths = np.arange(1, 5000)
+    padded = bucket_length(lengths)
+    assert (padded >= lengths).all()
+    assert ((padded - lengths) / padded)[128:].max() < 0.125
+    assert len(np.unique(padded)) < 60
+
+
+def same(a: data.Batch, b: data.Batch) -> bool:
+    fields = ("input_ids", "block_ids", "labels", "weights", "rows")
+    return a.documents == b.documents and all(
+        np.array_equal(getattr(a, f).numpy(), getattr(b, f).numpy()) for f in fields
+    )
+
+
+def test_a_micro_batch_depends_on_seed_and_number_alone(completions: Completions) -> None:
+    reader, again = Reader(completions, PORTIONS), Reader(completions, PORTIONS)
+    count = 2 * reader.batches_per_epoch
+    forward = [reader.batch(i) for i in range(count)]
+    backward = [again.batch(i) for i in reversed(range(count))][::-1]
+    assert all(same(a, b) for a, b in zip(forward, backward, strict=True))
+    other = Reader(completions, Portions(**{**vars(PORTIONS), "seed": 1}))
+    assert [other.batch(i).documents for i in range(count)] != [b.documents for b in forward]
+
+
+def test_each_epoch_has_every_document_once_in_a_new_order_with_new_anchors(completions: Completions) -> None:
+    reader = Reader(completions, PORTIONS)
+    per_epoch = reader.batches_per_epoch
+    epochs = [[reader.batch(e * per_epoch + i) for i in range(per_epoch)] for e in range(2)]
+    for batches in epochs:
+        assert Counter(i for b in batches for i in b.documents) == Counter(range(40))
+    assert [b.documents for b in epochs[0]] != [b.documents for b in epochs[1]]
+    anchors = [
+        {
+            i: b.blocks.anchors[b.blocks.documents == row].tolist()
+            for b in e
+            for row, i in enumerate(b.documents)
+        }
+        for e in epochs
+    ]
+    assert anchors[0] != anchors[1]
+
+
+def test_micro_batches_keep_to_their_limits(completions: Completions) -> None:
+    reader = Reader(completions, PORTIONS)
+    for number in range(reader.batches_per_epoch):
+        batch = reader.batch(number)
+        assert batch.input_ids.numel() <= PORTIONS.token_budget
+        assert len(batch.documents) <= PORTIONS.max_batch_size
+        assert batch.blocks.kept <= PORTIONS.max_anchors
+
+
+def test_blocks_are_sorted_and_valid_and_their_labels_are_the_documents_tokens(
+    completions: Completions,
+) -> None:
+    reader = Reader(completions, PORTIONS)
+    for number in range(reader.batches_per_epoch):
+        b = reader.batch(number)
+        pairs = list(zip(b.blocks.documents.tolist(), b.blocks.anchors.tolist(), strict=True))
+        kept, padding = pairs[: b.blocks.kept], pairs[b.blocks.kept :]
+        assert kept == sorted(set(kept))
+        assert set(padding) <= {(0, 0)}
+        for n, (row, anchor) in enumerate(kept):
+            ids, mask = completions.document(b.documents[row])
+            assert mask[anchor]
+            assert b.block_ids[n].tolist() == [ids[anchor], 96, 96, 96]
+            for slot in range(4):
+                inside = anchor + slot < len(ids)
+                counts = slot > 0 and inside and mask[anchor + slot]
+                expected = np.float32(np.exp(-(slot - 1) / 2.0)) if counts else 0.0
+                assert b.weights[n, slot] == pytest.approx(expected)
+                if counts:
+                    assert b.labels[n, slot] == ids[anchor + slot]
+        assert not b.weights[b.blocks.kept :].any()
+        assert b.rows.tolist() == np.flatnonzero(b.weights.numpy().reshape(-1)).tolist()
+
+
+def test_documents_longer_than_allowed_are_cut(completions: Completions) -> None:
+    reader = Reader(completions, Portions(**{**vars(PORTIONS), "max_seq_len": 24}))
+    for number in range(reader.batches_per_epoch):
+        batch = reader.batch(number)
+        assert batch.input_ids.shape[1] <= 24
+        assert int(batch.blocks.anchors.max()) < 23
+
+
+def test_a_document_without_any_supervised_token_gives_no_block(tmp_path: Path) -> None:
+    write_completions(tmp_path / "data", [([1, 2, 3], [0, 0, 0])], META)
+    batch = Reader(Completions.open(tmp_path / "data"), PORTIONS).batch(0)
+    assert batch.blocks.kept == 0
+    assert len(batch.rows) == 0
+
+
+def test_the_kept_features_do_not_depend_on_what_is_asked_for_first(tmp_path: Path) -> None:
+    import torch
+
+    from trainer.features import Features
+    from trainer.target import Target
+
+    write_completions(tmp_path / "data", tiny.documents(40), META)
+    reader = Reader(Completions.open(tmp_path / "data"), PORTIONS)
+    target = Target(tiny.qwen3(), (0, 2))
+    numbers = range(reader.batches_per_epoch)
+    first, second = (Features(target, reader, keep=True) for _ in range(2))
+    ahead = [first(reader.batch(i)) for i in numbers]
+    behind = [second(reader.batch(i)) for i in reversed(numbers)][::-1]
+    plain = Features(target, reader, keep=False)
+    for i, a, b in zip(numbers, ahead, behind, strict=True):
+        assert torch.equal(a, b)
+        batch = reader.batch(i)
+        for row, length in enumerate(batch.lengths):
+            torch.testing.assert_close(a[row, :length], plain(batch)[row, :length])

@@ -1,0 +1,244 @@
+"""The heartbeat, the log line, the requests and the records beside the log."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.monitor import PARTS, Interval, Monitor, line
+from trainer.sinks import MetricsFile, TensorBoard, Wandb, _flat
+from trainer.status import RunDir, write_json
+
+
+def wait_for(condition, seconds: float = 20) -> None:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    (tmp_path / "0003-x").mkdir()
+    return RunDir(tmp_path / "0003-x")
+
+
+RECORD = {
+    "loss": 3.4123,
+    "tau_hat": 1.619,
+    "accuracy": 0.25,
+    "tokens_per_second": 18432.4,
+    "lr": 5.8e-4,
+    "phase_seconds": dict(zip(PARTS, (0.002, 0, 0.041, 0.018, 0.060, 0.005), strict=True)),
+    "memory": {"now": 812_000_000},
+}
+
+
+def test_the_log_line_reads_as_agreed() -> None:
+    assert line(120, 600, RECORD) == (
+        "step 120/600 · 18,432 tok/s · loss 3.412 · τ̂ 1.62 · lr 5.8e-04 · "
+        "data 2 target 0 forward 41 objective 18 backward 60 optimizer 5 ms · mem 812 MB"
+    )
+
+
+def test_a_line_without_any_label_says_so() -> None:
+    assert " · loss – · τ̂ – · " in line(1, 2, {**RECORD, "loss": None, "tau_hat": None})
+
+
+def test_an_interval_pools_sums_and_counts() -> None:
+    interval = Interval(steps=2, tokens=100, loss=6.0, weight=3.0, accepted=3, blocks=6, slots=8, correct=2)
+    with interval.part("forward"):
+        pass
+    summary = interval.summary(0.1, {})
+    assert summary["loss"] == 2.0
+    assert summary["tau_hat"] == 1.5
+    assert summary["accuracy"] == 0.25
+    assert list(summary["phase_seconds"]) == list(PARTS)
+
+
+def test_the_heartbeat_comes_by_itself_and_tells_the_phase(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTHOUSE_ATTEMPT", "2")
+    monitor = Monitor(run_dir.path)
+    try:
+        wait_for(lambda: 0 in run_dir.heartbeats())
+        assert run_dir.heartbeats()[0].phase == "starting"
+        assert run_dir.heartbeats()[0].attempt == 2
+        assert run_dir.heartbeats()[0].pid == os.getpid()
+        monitor.phase("loading", "target")
+        wait_for(lambda: run_dir.heartbeats()[0].phase == "loading")
+        first = run_dir.heartbeats()[0]
+        wait_for(lambda: run_dir.heartbeats()[0].sequence > first.sequence)  # also while nothing happens
+        assert run_dir.heartbeats()[0].time - first.time > 0.9  # at most once a second
+        assert run_dir.heartbeats()[0].memory["now"] > 0
+    finally:
+        monitor.close()
+
+
+def test_the_last_heartbeat_holds_the_last_state(run_dir: RunDir) -> None:
+    monitor = Monitor(run_dir.path)
+    monitor.progress(0, 10)
+    monitor.step_done(4, seconds=0.5, tokens=100)
+    monitor.record(RECORD)
+    monitor.checkpoint(Path("/c/step-4"), 4)
+    monitor.link("wandb", "https://example.org/r")
+    monitor.metrics(tau=2.5)
+    monitor.phase("finishing")
+    monitor.close()
+    last = run_dir.heartbeats()[0]
+    assert (last.phase, last.step, last.total, last.loss) == ("finishing", 4, 10, 3.4123)
+    assert last.tokens_per_second == {"now": 18432.4, "median": 200.0}
+    assert last.metrics == {"tau_hat": 1.619, "accuracy": 0.25, "lr": 5.8e-4, "tau": 2.5}
+    assert last.last_checkpoint is not None
+    assert last.last_checkpoint["path"] == "/c/step-4"
+    assert last.links == {"wandb": "https://example.org/r"}
+
+
+def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monitor = Monitor(None)
+    monitor.phase("training")
+    monitor.close()
+    assert monitor.run_id == "local"
+    assert monitor.asked() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_is_seen_once_and_answered(run_dir: RunDir) -> None:
+    monitor = Monitor(run_dir.path)
+    try:
+        assert monitor.asked() is None
+        request = run_dir.ask("checkpoint", by="me")
+        seen = monitor.asked()
+        assert seen == request
+        assert monitor.asked() is None
+        monitor.answer(request, "done")
+        wait_for(lambda: (run_dir.heartbeats()[0].answered or {}).get("id") == request.id)
+        again = run_dir.ask("checkpoint-and-stop", by="me")
+        assert monitor.asked() == again
+        run_dir.ask("dump-stacks", by="me")  # launch's to answer
+        assert monitor.asked() is None
+    finally:
+        monitor.close()
+
+
+def test_the_next_attempt_does_not_answer_again(run_dir: RunDir) -> None:
+    first = Monitor(run_dir.path)
+    request = run_dir.ask("checkpoint-and-stop", by="me")
+    assert first.asked() is not None
+    first.answer(request, "done")
+    first.close()
+    second = Monitor(run_dir.path)
+    try:
+        assert second.asked() is None
+    finally:
+        second.close()
+
+
+def test_a_broken_request_is_passed_over_aloud(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = Monitor(run_dir.path)
+    try:
+        for text in ("{", "[1]", '{"id": 3}'):
+            (run_dir.path / "request.json").write_text(text)
+            os.utime(run_dir.path / "request.json", ns=(time.time_ns(), time.time_ns()))
+            assert monitor.asked() is None
+            assert "request.json is passed over" in capsys.readouterr().out
+    finally:
+        monitor.close()
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(text)["step"] for text in path.read_text().splitlines()]
+
+
+def test_metrics_hold_each_step_once_also_after_a_crash(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path, resumed_at=0)
+    for step in (1, 2, 3, 4):
+        first.write(step, {"loss": 1.0, "memory": {"now": 1}})
+    first.close()
+    with open(path, "a") as file:
+        file.write('{"step": 5, "lo')  # killed in the middle of a line
+    second = MetricsFile(path, resumed_at=2)
+    second.write(3, {"loss": 2.0})
+    second.close()
+    assert steps(path) == [1, 2, 3]
+    assert json.loads(path.read_text().splitlines()[0])["memory"] == {"now": 1}
+
+
+def test_tensorboard_reads_the_numbers_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resumed_at, written in ((0, (1, 2, 3)), (1, (2,))):
+        sink = TensorBoard(tmp_path, resumed_at)
+        for step in written:
+            sink.write(step, {"loss": step / 2, "memory": {"now": 5}, "name": "text", "nothing": None})
+        sink.close()
+        time.sleep(1.1)  # event files are named by the second
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert sorted(read.Tags()["scalars"]) == ["loss", "memory/now"]
+    assert [event.step for event in read.Scalars("loss")] == [
+        1,
+        2,
+    ]  # what was beyond the resumed step is gone
+
+
+def test_only_numbers_reach_the_curves() -> None:
+    values = {"a": 1, "b": {"c": 2.5, "d": {"e": 3}}, "text": "x", "flag": True, "none": None}
+    assert _flat(values) == {"a": 1, "b/c": 2.5, "b/d/e": 3}
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode"),
+    [({}, "offline"), ({"WANDB_API_KEY": "k"}, None), ({"WANDB_MODE": "disabled"}, "disabled")],
+)
+def test_wandb_is_offline_without_a_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], mode: str | None
+) -> None:
+    import sys
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    logged = []
+    run = SimpleNamespace(
+        url=None, log=lambda values, step: logged.append((step, values)), finish=lambda: None
+    )
+    fake = SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = Wandb("p", "n", "0001-x", tmp_path, {})
+    assert os.environ.get("WANDB_MODE") == mode
+    assert sink.link is None
+    sink.write(3, {"loss": 1.0})
+    assert logged == [(3, {"loss": 1.0})]
+
+
+def test_wandb_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    from trainer.errors import InputError
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match="--wandb-project needs the package wandb"):
+        Wandb("p", "n", "0001-x", tmp_path, {})
+
+
+def test_a_heartbeat_that_does_not_fit_on_the_disk_ends_nothing(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunDir, "write_heartbeat", full)
+    monitor = Monitor(run_dir.path)
+    monitor.close()
+    write_json(run_dir.path / "x.json", {})

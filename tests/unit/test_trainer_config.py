@@ -1,0 +1,247 @@
+"""Flags, files and their errors: one sentence that names what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from trainer import __main__ as program
+from trainer import config
+from trainer.config import Settings, parse
+from trainer.errors import InputError
+
+GIVEN = ["--target-model", "toy"]
+
+
+def test_every_field_is_a_flag_with_help() -> None:
+    options = {option for action in config.parser()._actions for option in action.option_strings}
+    for field in dataclasses.fields(Settings):
+        assert "--" + field.name.replace("_", "-") in options
+        assert field.metadata["help"]
+    config.parser().format_help()
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "name: demo\ntrainer:\n  target-model: toy\n  max_steps: 7\n  lr: 3e-4\n  grad-accum: 2\n"
+        "  target-layer-ids: [1, 2]\n  cache-features: true\n  gamma:\n"
+    )
+    settings = parse(["--config", str(file), "--max-steps", "9", "--no-cache-features"]).settings
+    assert settings.max_steps == 9
+    assert settings.lr == 3e-4  # YAML reads 3e-4 as text
+    assert settings.grad_accum == 2
+    assert settings.target_layer_ids == (1, 2)
+    assert settings.cache_features is False
+    assert settings.gamma is None
+    assert settings.epochs == Settings().epochs
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-step", "5"], "unrecognized argument --max-step; did you mean '--max-steps'?"),
+        (["--use-soft-labels"], "unrecognized argument --use-soft-labels"),
+        (["stray"], "unrecognized argument stray"),
+        (["--lr", "0"], "--lr '0' must be a number above 0"),
+        (["--lr", "fast"], "--lr 'fast' must be a number above 0"),
+        (["--lr", "nan"], "--lr 'nan' must be a number above 0"),
+        (["--lr", "inf"], "--lr 'inf' must be a number above 0"),
+        (["--epochs", "1.5"], "--epochs '1.5' must be a whole number of at least 1"),
+        (["--epochs"], "argument --epochs: expected one argument"),
+        (["--warmup-ratio", "1"], "--warmup-ratio '1' must be a number from 0 to below 1"),
+        (["--block-size", "1"], "--block-size '1' must be a whole number from 2 to 256"),
+        (["--threads", "0"], "--threads '0' must be a whole number of at least 1"),
+        (["--resume", "yes"], "--resume 'yes' must be auto or never"),
+        (["--dtype", "float16"], "--dtype 'float16' must be float32 or bfloat16"),
+        (["--device", "gpu"], "--device 'gpu' must be auto, cpu, cuda or cuda:N"),
+        (["--target-layer-ids", "1,x"], "--target-layer-ids '1,x' must be whole numbers separated by commas"),
+        (
+            ["--target-layer-ids", "1,2", "--num-taps", "2"],
+            "--target-layer-ids and --num-taps exclude each other",
+        ),
+        (
+            ["--max-seq-len", "4096", "--token-budget", "1024"],
+            "--max-seq-len 4096 does not fit into --token-budget 1024",
+        ),
+        (["--block-size", "64", "--max-seq-len", "64"], "--block-size 64 leaves no room"),
+        (["--config", "/nowhere.yaml"], "--config /nowhere.yaml: cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(flags: list[str], says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse([*GIVEN, *flags])
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("trainer: {max_step: 5}", "unknown key trainer.max_step; did you mean 'max_steps'?"),
+        ("trainer: {max_steps: lots}", "trainer.max_steps 'lots' must be a whole number"),
+        ("trainer: {max_steps: 2.5}", "trainer.max_steps is 2.5 and must be a whole number"),
+        ("trainer: {max_steps: true}", "trainer.max_steps is True and must be a whole number"),
+        ("trainer: {cache_features: 1}", "trainer.cache_features is 1 and must be true or false"),
+        ("trainer: {seed: [1]}", "trainer.seed is [1] and must be a whole number"),
+        ("trainer: [1]", "has no `trainer:` mapping"),
+        ("name: demo", "has no `trainer:` mapping"),
+        ("", "has no `trainer:` mapping"),
+        ("trainer: {a: 1", "is not valid YAML"),
+        ("trainer: \x00", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(InputError) as caught:
+        parse([*GIVEN, "--config", str(tmp_path / "run.yaml")])
+    assert says in str(caught.value)
+    assert "run.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [([], "--target-model is missing"), (["--target-model", "/some/model"], "--data-dir is missing")],
+)
+def test_what_must_be_given_is_asked_for(flags: list[str], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        parse(flags)
+
+
+@pytest.mark.parametrize(
+    ("block", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (32, 10.0), (2, 1.0), (24, 8.5), (64, 10.0)]
+)
+def test_the_decay_follows_the_block_size_unless_given(block: int, gamma: float) -> None:
+    assert Settings(block_size=block).decay == gamma
+    assert Settings(block_size=block, gamma=3.0).decay == 3.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    home = tmp_path_factory.mktemp("model")
+    target = tiny.target_directory(home / "target")
+    return target, tiny.data_directory(home / "data", target)
+
+
+def spoiled(model: tuple[Path, Path], home: Path, how: str) -> tuple[Path, Path]:
+    """A copy of target and data with one thing wrong."""
+    import shutil
+
+    target, data = home / "target", home / "data"
+    shutil.copytree(model[0], target)
+    shutil.copytree(model[1], data)
+    weights = target / "model.safetensors"
+    if how == "no target":
+        shutil.rmtree(target)
+    elif how == "no config":
+        (target / "config.json").unlink()
+    elif how == "config of something else":
+        (target / "config.json").write_text("[]")
+    elif how == "no decoder":
+        (target / "config.json").write_text('{"model_type": "vit"}')
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "weights cut off":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif how == "weights cut in the header":
+        weights.write_bytes(weights.read_bytes()[:100])
+    elif how == "weights of something else":
+        weights.write_bytes(b"not a safetensors file, but text that is long enough")
+    elif how == "empty weights":
+        weights.write_bytes(b"")
+    elif how == "a shard missing":
+        index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "another tokenizer":
+        text = (target / "tokenizer.json").read_text()
+        (target / "tokenizer.json").write_text(text.replace('"t0"', '"T0"'))
+    elif how == "no tokenizer":
+        (target / "tokenizer.json").unlink()
+    elif how == "no data":
+        shutil.rmtree(data)
+    return target, data
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("no target", "there is no such directory"),
+        ("no config", "no config.json"),
+        ("config of something else", "names no model_type"),
+        ("no decoder", "'num_hidden_layers'"),
+        ("no weights", "no .safetensors"),
+        ("weights cut off", "model.safetensors has"),
+        ("weights cut in the header", "model.safetensors is cut off"),
+        ("weights of something else", "model.safetensors"),
+        ("empty weights", "too few"),
+        ("a shard missing", "other.safetensors is missing"),
+        ("another tokenizer", "another tokenizer"),
+        ("no tokenizer", "it has no tokenizer"),
+        ("no data", "no data.json"),
+    ],
+)
+def test_wrong_input_ends_with_one_sentence_and_code_2_and_changes_nothing(
+    model: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, says: str
+) -> None:
+    target, data = spoiled(model, tmp_path, how)
+    before = sorted(tmp_path.rglob("*"))
+    assert program.main(tiny.flags(target, data, tmp_path / "out")) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert says in err
+    assert str(target) in err or str(data) in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_taps": 9}, "--num-taps 9"),
+        ({"num_taps": None, "target_layer_ids": "1,3"}, "--target-layer-ids 1,3"),
+        ({"mask_token_id": 97}, "--mask-token-id 97"),
+    ],
+)
+def test_flags_that_do_not_fit_the_target_are_told_before_torch_is_imported(
+    model: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, says: str
+) -> None:
+    assert program.main(tiny.flags(*model, tmp_path / "out", **changes)) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_check_config_needs_no_weights(
+    model: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data = spoiled(model, tmp_path, "no weights")
+    assert program.main([*tiny.flags(target, data, tmp_path / "out"), "--check-config"]) == 0
+    assert "4 layers, width 32" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_print_config_prints_what_was_resolved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main([*GIVEN, "--max-steps", "5", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out)["max_steps"] == 5
+
+
+def test_a_run_directory_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main([*GIVEN, "--run-dir", "/nowhere/at/all"]) == 2
+    assert "--run-dir /nowhere/at/all" in capsys.readouterr().err
+
+
+def test_checking_a_command_line_imports_no_torch(model: tuple[Path, Path], tmp_path: Path) -> None:
+    script = (
+        "import sys; from trainer.__main__ import main; code = main(sys.argv[1:]);"
+        "print([m for m in ('torch', 'transformers', 'pyarrow') if m in sys.modules]); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", script, *tiny.flags(*model, tmp_path / "out"), "--check-config"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "[]"
