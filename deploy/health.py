@@ -68,8 +68,8 @@ def ended(exit: dict[str, Any], now: float, name: str | None, host: str | None) 
     attempts = number(exit, "attempts")
     if attempts and attempts > 1:
         parts.append(f"{attempts:g} attempts")
-    last = exit.get("last_lines")
-    if word == "failed" and isinstance(last, list) and last:
+    last = rows(exit, "last_lines")
+    if word == "failed" and last:
         parts.append(f"last line: {cut(str(last[-1]))}")
     if word == "failed":
         return Verdict(word, ", ".join(parts), command("tail", name, host, "--lines 50"))
@@ -82,7 +82,7 @@ def not_alive(run: dict[str, Any], now: float, name: str | None, host: str | Non
     launch = table(run, "launch")
     if launch:
         why = "the machine restarted since" if run.get("rebooted") else "launch was killed (out of memory?)"
-        left = run.get("processes") or []
+        left = rows(run, "processes")
         more = f"; {plural(len(left), 'process')} of it left" if left else ""
         reason = f"gone without a record of its end: {why}{more}{last_line(run)}"
         return Verdict("failed", reason, command("tail", name, host, "--lines 50"))
@@ -90,8 +90,8 @@ def not_alive(run: dict[str, Any], now: float, name: str | None, host: str | Non
         reason = f"was not started: {cut(str(switch.get('reason')))}"
         return Verdict("failed", reason, command("deploy", name, host))
     if switch.get("outcome") == "running":
-        steps = switch.get("steps") or [{}]
-        step = steps[-1] if isinstance(steps[-1], dict) else {}
+        steps = [item for item in rows(switch, "steps") if isinstance(item, dict)]
+        step = steps[-1] if steps else {}
         reason = (
             f"the switch is at {step.get('name', 'its first step')} {since(now, number(step, 'started'))}"
         )
@@ -209,7 +209,10 @@ def progress(beat: dict[str, Any], now: float) -> str:
 
 def computing(run: dict[str, Any], sample: float) -> tuple[str, str]:
     """Tell silent (it computes) from stalled (it does not) by the CPU time between two samples."""
-    processes = [item for item in run.get("processes") or [] if isinstance(item, dict)]
+    processes = [item for item in rows(run, "processes") if isinstance(item, dict)]
+    launch = number(table(run, "launch"), "pid")
+    own = [item.get("cmdline") for item in processes if item.get("pid") == launch]
+    processes = [item for item in processes if item.get("cmdline") not in own]  # launch and its guard wait
     pairs = [item.get("cpu_ticks") for item in processes]
     ticks = [
         pair[1] - pair[0]
@@ -252,8 +255,8 @@ def code_words(exit: dict[str, Any]) -> str:
 
 
 def last_line(run: dict[str, Any]) -> str:
-    tail = table(run, "log").get("tail")
-    return f", last line: {cut(str(tail[-1]))}" if isinstance(tail, list) and tail else ""
+    tail = rows(table(run, "log"), "tail")
+    return f", last line: {cut(str(tail[-1]))}" if tail else ""
 
 
 def cut(text: str, length: int = 120) -> str:
@@ -289,6 +292,11 @@ def since(now: float, moment: float | None) -> str:
 def table(value: dict[str, Any], key: str) -> dict[str, Any]:
     found = value.get(key)
     return found if isinstance(found, dict) else {}
+
+
+def rows(value: dict[str, Any], key: str) -> list[Any]:
+    found = value.get(key)
+    return found if isinstance(found, list) else []
 
 
 def number(value: dict[str, Any], key: str) -> float | None:

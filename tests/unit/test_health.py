@@ -1,0 +1,117 @@
+"""deploy/health.py: every situation that was seen, from its evidence to its verdict.
+
+tests/cases has one file per situation: an entry of the probe's "runs" as it was recorded from a real run, the
+time of judging (moved on where a silence is the point), the word, and what the reason must name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.health import WORDS, verdict
+
+CASES = sorted((Path(__file__).resolve().parent.parent / "cases").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_a_recorded_situation_gets_its_verdict(path):
+    case = json.loads(path.read_text())
+    found = verdict(case["run"], case["time"])
+    assert found.word == case["word"], found
+    for part in case["reason"]:
+        assert part in found.reason
+    assert found.next_command == case["next_command"]
+    assert "\n" not in found.reason
+
+
+def test_every_word_has_a_recorded_situation():
+    assert {json.loads(path.read_text())["word"] for path in CASES} == set(WORDS)
+
+
+def case(name: str) -> dict:
+    (path,) = [path for path in CASES if path.stem == name]
+    return json.loads(path.read_text())
+
+
+def test_the_next_command_names_the_host_unless_it_is_this_one():
+    failed = case("failed-exit-code")
+    command = "fab tail --host gpu-box --name demo --lines 50"
+    assert verdict(failed["run"], failed["time"], host="gpu-box").next_command == command
+    assert "--host" not in (verdict(failed["run"], failed["time"], host="localhost").next_command or "")
+
+
+def test_the_end_of_a_run_outweighs_what_was_read_before_it():
+    """A probe reads one file after the other; the run may end in between."""
+    training, finished = case("training"), case("finished")
+    run = {**training["run"], "exit": finished["run"]["exit"]}
+    assert verdict(run, training["time"]).word == "finished"
+
+
+def test_a_heartbeat_without_steps_proves_no_progress():
+    """A thread can send heartbeats while the step waits for ever."""
+    stalled = case("stalled-training")
+    stalled["run"]["heartbeats"]["0"]["time"] = stalled["time"]
+    assert verdict(stalled["run"], stalled["time"]).word == "stalled"
+
+
+def test_the_rank_that_is_furthest_behind_speaks_for_the_run():
+    stalled, training = case("stalled-training"), case("training")
+    now = stalled["time"]
+    fresh = {**training["run"]["heartbeats"]["0"], "rank": 1, "last_step_time": now, "time": now}
+    stalled["run"]["heartbeats"]["1"] = fresh
+    found = verdict(stalled["run"], now)
+    assert found.word == "stalled"
+    assert found.reason.startswith("rank 0 ")
+
+
+def test_heartbeats_of_an_earlier_attempt_do_not_speak_for_this_one():
+    run = case("training")["run"]
+    run["launch"]["attempt"] = 2
+    assert verdict(run, case("training")["time"]).word == "starting"
+
+
+def test_control_characters_of_a_log_do_not_reach_the_reason():
+    failed = case("failed-exit-code")
+    failed["run"]["exit"]["last_lines"] = ["\x1b]0;title\x07 boom\nsecond" + "x" * 1000]
+    reason = verdict(failed["run"], failed["time"]).reason
+    assert reason.isprintable()
+    assert len(reason) < 300
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**40) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+PLACES = [
+    ("run",), ("launch",), ("heartbeats",), ("exit",), ("switch",), ("log",), ("processes",), ("alive",),
+    ("launch", "attempt"), ("launch", "pid"), ("heartbeats", "0"), ("heartbeats", "0", "phase"),
+    ("heartbeats", "0", "phase_since"), ("heartbeats", "0", "step"), ("heartbeats", "0", "phase_seconds"),
+    ("heartbeats", "0", "tokens_per_second"), ("heartbeats", "0", "last_step_time"), ("log", "tail"),
+    ("log", "last_write"), ("exit", "code"), ("exit", "last_lines"), ("exit", "last_checkpoint"),
+    ("exit", "reason"), ("switch", "steps"), ("run", "created"), ("processes", 0),
+    ("processes", 0, "cpu_ticks"),
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(CASES), st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3))
+def test_no_foreign_value_breaks_a_verdict(path, damage):
+    case = json.loads(path.read_text())
+    for place, value in damage:
+        here = case["run"]
+        for key in place[:-1]:
+            try:
+                here = here[key]
+            except (KeyError, IndexError, TypeError):
+                here = None
+        if isinstance(here, dict) or (isinstance(here, list) and len(here) > 0 and place[-1] == 0):
+            here[place[-1]] = value
+    found = verdict(case["run"], case["time"])
+    assert found.word in WORDS
+    assert found.reason
