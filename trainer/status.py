@@ -32,7 +32,7 @@ import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 SCHEMA = 1
 RUN_DIR_VARIABLE = "DRAFTHOUSE_RUN_DIR"
@@ -54,7 +54,7 @@ def valid_name(name: str) -> bool:
 # -- files -------------------------------------------------------------------------------------------------
 
 
-def write_json(path: Union[str, Path], value: Any, *, mode: int = 0o644, durable: bool = False) -> None:
+def write_json(path: str | Path, value: Any, *, mode: int = 0o644, durable: bool = False) -> None:
     """Write `value` to `path` whole: a temporary file beside it, then a rename.
 
     `durable` also waits for the disk, for files that must survive a power cut (run.json, exit.json).
@@ -77,7 +77,7 @@ def write_json(path: Union[str, Path], value: Any, *, mode: int = 0o644, durable
         raise
 
 
-def read_json(path: Union[str, Path]) -> Optional[Any]:
+def read_json(path: str | Path) -> Any | None:
     """Read what `write_json` wrote; None if there is no such file.
 
     Raises ValueError, naming the file, if it is there but is no JSON.
@@ -111,13 +111,13 @@ class Run:
     runtime: str = "process"  # compose | pct | process
     release: dict = field(default_factory=dict)  # {id, digest}
     git: dict = field(default_factory=dict)  # {commit, dirty}; empty if the source was no git checkout
-    image: Optional[str] = None  # digest, where there is an image
+    image: str | None = None  # digest, where there is an image
     environment: dict = field(default_factory=dict)  # variables that launch adds for the trainer
     secrets: list = field(default_factory=list)  # names only
-    secrets_file: Optional[str] = None  # KEY=value lines (0400), read by launch and by nobody else
-    run_file: Optional[str] = None  # where its settings came from, relative to the project
+    secrets_file: str | None = None  # KEY=value lines (0400), read by launch and by nobody else
+    run_file: str | None = None  # where its settings came from, relative to the project
     changes: dict = field(default_factory=dict)  # --set
-    working_directory: Optional[str] = None
+    working_directory: str | None = None
     grace_seconds: float = 60.0  # from TERM to KILL
     restart_attempts: int = 3  # crashes that start the next attempt: at most this many ...
     restart_minutes: float = 10.0  # ... within this time
@@ -135,11 +135,11 @@ class Launch:
 
     pid: int  # of launch, as seen inside its container
     attempt: int
-    trainer_pid: Optional[int] = None
-    trainer_started: Optional[float] = None  # Unix time, s
+    trainer_pid: int | None = None
+    trainer_started: float | None = None  # Unix time, s
     stdout_dropped: int = 0  # records that stdout could not take; log/ has them
-    stopping: Optional[str] = None  # who asked, once a stop was asked for
-    answered: Optional[dict] = None  # {id, action, outcome, time} of the last dump-stacks request
+    stopping: str | None = None  # who asked, once a stop was asked for
+    answered: dict | None = None  # {id, action, outcome, time} of the last dump-stacks request
     log_missing: int = 0  # bytes that log/ could not take; a line in it says so where they are missing
     time: float = field(default_factory=time.time)
     schema: int = SCHEMA
@@ -159,16 +159,16 @@ class Heartbeat:
     phase_since: float = 0.0
     detail: str = ""  # free text for people: "toy target: 12 s of 45 s"
     step: int = 0
-    total: Optional[int] = None
-    loss: Optional[float] = None
+    total: int | None = None
+    loss: float | None = None
     tokens_per_second: dict = field(default_factory=dict)  # {now, median}
-    last_step_time: Optional[float] = None  # Unix time, s
+    last_step_time: float | None = None  # Unix time, s
     phase_seconds: dict = field(default_factory=dict)  # of the last step: {data, target, forward, ...}
     memory: dict = field(default_factory=dict)  # bytes: {min, now, peak}
-    last_checkpoint: Optional[dict] = None  # {path, step, time}
+    last_checkpoint: dict | None = None  # {path, step, time}
     links: dict = field(default_factory=dict)  # {wandb: URL, tensorboard: directory}, once this run has them
     metrics: dict = field(default_factory=dict)  # the newest of tau_hat, tau, lr ...
-    answered: Optional[dict] = None  # {id, action, outcome, time} of the last request that was carried out
+    answered: dict | None = None  # {id, action, outcome, time} of the last request that was carried out
     schema: int = SCHEMA
 
 
@@ -189,12 +189,12 @@ class Exit:
 
     reason: str  # one of REASONS
     code: int  # as a shell would report it: 128 + signal after a signal
-    signal: Optional[int] = None
-    out_of_memory: Optional[bool] = None  # None: could not be known
+    signal: int | None = None
+    out_of_memory: bool | None = None  # None: could not be known
     attempts: int = 1
-    last_step: Optional[int] = None
-    last_checkpoint: Optional[dict] = None
-    asked_by: Optional[str] = None  # who asked for the stop
+    last_step: int | None = None
+    last_checkpoint: dict | None = None
+    asked_by: str | None = None  # who asked for the stop
     last_lines: list = field(default_factory=list)  # of the log, for a run that failed
     message: str = ""  # one sentence for people
     log_bytes: int = 0
@@ -207,7 +207,7 @@ class Exit:
 class RunDir:
     """The directory of one run."""
 
-    def __init__(self, path: Union[str, Path]) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def __repr__(self) -> str:
@@ -235,21 +235,21 @@ class RunDir:
     def lock(self) -> Path:
         return self.path / "launch.lock"
 
-    def run(self) -> Optional[Run]:
+    def run(self) -> Run | None:
         value = read_json(self.path / "run.json")
         return _known(Run, value) if value is not None else None
 
     def write_run(self, run: Run) -> None:
         write_json(self.path / "run.json", dataclasses.asdict(run), durable=True)
 
-    def launch(self) -> Optional[Launch]:
+    def launch(self) -> Launch | None:
         value = read_json(self.path / "launch.json")
         return _known(Launch, value) if value is not None else None
 
     def write_launch(self, launch: Launch) -> None:
         write_json(self.path / "launch.json", dataclasses.asdict(launch))
 
-    def exit(self) -> Optional[Exit]:
+    def exit(self) -> Exit | None:
         value = read_json(self.path / "exit.json")
         return _known(Exit, value) if value is not None else None
 
@@ -258,7 +258,7 @@ class RunDir:
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         """The newest heartbeat of every rank that wrote one."""
-        found = {}
+        found: dict[int, Heartbeat] = {}
         try:
             names = os.listdir(self.path / "status")
         except OSError:
@@ -274,7 +274,7 @@ class RunDir:
         (self.path / "status").mkdir(exist_ok=True)
         write_json(self.path / "status" / f"{heartbeat.rank}.json", dataclasses.asdict(heartbeat))
 
-    def request(self) -> Optional[Request]:
+    def request(self) -> Request | None:
         value = read_json(self.path / "request.json")
         return _known(Request, value) if value is not None else None
 
@@ -316,7 +316,7 @@ def split_run_id(run_id: str) -> tuple[int, str]:
     return int(match[1]), match[2]
 
 
-def list_runs(runs: Union[str, Path], name: Optional[str] = None) -> list[RunDir]:
+def list_runs(runs: str | Path, name: str | None = None) -> list[RunDir]:
     """The runs under `runs`, oldest first (by number, never by clock); only those of `name` if given."""
     try:
         entries = os.listdir(runs)
@@ -331,14 +331,15 @@ def list_runs(runs: Union[str, Path], name: Optional[str] = None) -> list[RunDir
     return [RunDir(Path(runs) / entry) for _, entry in sorted(found)]
 
 
-def allocate_run(runs: Union[str, Path], name: str) -> RunDir:
+def allocate_run(runs: str | Path, name: str) -> RunDir:
     """Make the directory of the next run of `name`. Numbers only grow, also when old runs were pruned.
 
     Raises ValueError for a name that cannot be one, OSError when the directory cannot be made.
     """
     if not valid_name(name):
         raise ValueError(
-            f"{name!r} cannot name an experiment: use lower-case letters, digits, '.', '_' and '-', at most 63"
+            f"{name!r} cannot name an experiment: "
+            "use lower-case letters, digits, '.', '_' and '-', at most 63 of them"
         )
     runs = Path(runs)
     runs.mkdir(parents=True, exist_ok=True)

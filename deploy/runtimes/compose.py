@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Optional
 
 from deploy.render import render
 
@@ -44,9 +43,9 @@ class Service:
     title: str  # the file's first line, for people
     build: bool = False  # the image is built from the directory of the file
     environment: Mapping[str, str] = field(default_factory=dict)
-    environment_file: Optional[str] = None  # absolute path on the host; written with the filter `envfile`
+    environment_file: str | None = None  # absolute path on the host; written with the filter `envfile`
     mounts: Sequence[Mount] = ()
-    user: Optional[str] = None  # uid:gid; None: the image's own
+    user: str | None = None  # uid:gid; None: the image's own
     shm_bytes: int = 1 << 30
     grace_seconds: int = LAUNCH_GRACE_SECONDS
     gpus: Sequence[str] = ()  # device ids; empty: none
@@ -77,9 +76,7 @@ def compose_file(service: Service) -> str:
     values = asdict(service)
     values["mounts"] = service.mounts
     values["volumes"] = sorted({mount.source for mount in service.mounts if mount.is_volume})
-    return render(
-        "compose.yaml.j2", project=service.project, stop_seconds=service.stop_seconds, **values
-    )
+    return render("compose.yaml.j2", project=service.project, stop_seconds=service.stop_seconds, **values)
 
 
 def demo() -> Service:

@@ -1,0 +1,116 @@
+# The common commands. `make` alone shows the menu; `fab --list` has more of them.
+#
+#   HOST=gpu-box   a host of fabric.yaml or of the SSH configuration (default: this machine)
+#   RUN=demo       a file of runs/, or a path                         NAME=demo   the experiment
+#   PYTHON=…       the interpreter for .venv (default: the newest of python3.13 … python3.11, python3)
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.SUFFIXES:
+
+VENV := .venv
+HOST ?=
+NAME ?=
+RUN ?=
+PYTHON ?=
+TESTS ?=
+FLAGS = $(if $(HOST),--host '$(HOST)') $(if $(NAME),--name '$(NAME)')
+
+.PHONY: help
+help:  ## this menu
+	@echo 'usage: make TASK [HOST=gpu-box] [NAME=experiment] [RUN=file]'
+	@awk -F ':.*## ' '/^## /{print "\n" substr($$0, 4)} /^[a-z-]+:.*## /{printf "  %-13s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+## Run
+.PHONY: demo deploy status tail restart stop tensorboard
+demo: $(VENV)/.deploy,trainer  ## train a small drafter on this machine, and watch it learn
+	@$(VENV)/bin/fab deploy --host '$(or $(HOST),localhost)' --run '$(or $(RUN),demo)' $(if $(NAME),--name '$(NAME)')
+
+deploy: $(VENV)/.deploy  ## start RUN on HOST and follow its log (Ctrl-C ends the following, not the run)
+	@$(VENV)/bin/fab deploy $(FLAGS) $(if $(RUN),--run '$(RUN)')
+
+status: $(VENV)/.deploy  ## what runs, and how it is doing
+	@$(VENV)/bin/fab status $(FLAGS)
+
+tail: $(VENV)/.deploy  ## follow the log of a run
+	@$(VENV)/bin/fab tail $(FLAGS)
+
+restart: $(VENV)/.deploy  ## save a checkpoint, stop, and start again with the files as they are now
+	@$(VENV)/bin/fab restart $(FLAGS) $(if $(RUN),--run '$(RUN)')
+
+stop: $(VENV)/.deploy  ## save a checkpoint and stop
+	@$(VENV)/bin/fab stop $(FLAGS)
+
+STATE = $(or $(DRAFTHOUSE_STATE),$(if $(filter 0,$(shell id -u)),/var/lib/drafthouse,$(HOME)/.local/state/drafthouse))
+tensorboard: $(VENV)/.deploy,trainer  ## curves of this machine's runs: loss, tok/s, τ, memory
+	@$(VENV)/bin/tensorboard --logdir '$(STATE)/runs' --load_fast=false
+
+## Check
+.PHONY: test test-fast lint bench testbed
+test: $(VENV)/.deploy,trainer,dev  ## every test that this machine can run; what is left out is named at the end
+	@$(VENV)/bin/python -m pytest $(TESTS)
+
+test-fast: $(VENV)/.deploy,trainer,dev  ## the tests that need no engine and take no time
+	@$(VENV)/bin/python -m pytest -m 'not slow and not engine' $(TESTS)
+
+lint: $(VENV)/.deploy,trainer,dev  ## style, types, and the directions between the packages
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+
+bench: $(VENV)/.deploy,trainer,dev  ## measure what the README claims; writes bench/results.json
+	@for file in bench/*.py; do $(VENV)/bin/python "$$file"; done
+
+testbed:  ## install what the tests of engine and SSH need, by apt (as root)
+	@python3 -m tests.testbed install
+	@python3 -m tests.testbed doctor
+
+## Keep
+.PHONY: compose lock clean
+compose: $(VENV)/.deploy  ## render compose.yaml from templates/compose.yaml.j2
+	@$(VENV)/bin/python -m deploy.runtimes.compose >compose.yaml.new && mv compose.yaml.new compose.yaml
+
+lock:  ## pin what pip resolves today in constraints.txt
+	@tests/testbed/lock.sh
+
+clean:  ## remove .venv and what tests and tools keep here
+	@rm -rf $(VENV) .testbed .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- .venv -----------------------------------------------------------------------------------------------
+# One stamp for each set of extras: .venv/.deploy is a client without torch. Installed again only when the
+# requirements change; the code is installed as editable, and needs no reinstall.
+$(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	@echo "Installing into $(VENV): $* (the log is $(VENV)/install.log)"
+	@if ! $(VENV)/bin/python -m pip install --progress-bar off -c constraints.txt -e '.[$*]' 2>&1 \
+	  | tee $(VENV)/install.log \
+	  | awk '/(MB|GB)\)$$/ {print "  " $$2, $$(NF-1), $$NF; fflush()} \
+	         /^Installing collected/ {print "  installing " NF-3 " packages"; fflush()}'; \
+	then \
+	  grep -v '^ ' $(VENV)/install.log | tail -n 20; \
+	  echo 'pip could not install the packages; its last lines are above.' >&2; exit 1; \
+	fi
+	@# What has more has less, too.
+	@for set in deploy deploy,trainer deploy,trainer,dev; do \
+	  case '$*' in "$$set"*) touch "$(VENV)/.$$set";; esac; \
+	done; touch '$@'
+
+$(VENV)/bin/pip:
+	@python=''; \
+	for candidate in $(or $(PYTHON),python3.13 python3.12 python3.11 python3); do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    python=$$candidate; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "Python 3.11 or later is needed, and $(or $(PYTHON),python3) is" \
+	    "$$('$(or $(PYTHON),python3)' -c 'import platform; print(platform.python_version())' 2>/dev/null || echo missing):" \
+	    "install it, or name one with PYTHON=/path/to/python3." >&2; \
+	  exit 1; \
+	fi; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "$$python lacks the venv module: as root, apt-get install python3-venv, or name another with PYTHON=…" >&2; \
+	  exit 1; \
+	fi; \
+	rm -rf $(VENV); \
+	"$$python" -m venv $(VENV)
