@@ -23,20 +23,6 @@ from invoke import Exit
 from deploy.errors import USAGE, DeployError
 
 
-def hosts_of(context: Any, host: str | None, default: str = "localhost") -> str:
-    """The one host that a task body acts on: of ``--host``, else of Fabric's ``-H``, else `default`.
-
-    Raises DeployError if both name one: Fabric itself would silently prefer one of them.
-    """
-    connected = getattr(context, "host", None)  # a Connection, under -H; a plain Context has none
-    if connected and host:
-        raise DeployError(
-            f"-H {connected} and --host {host} both name hosts: use --host for one, or -H for several",
-            code=USAGE,
-        )
-    return connected or host or default
-
-
 class Parallel(Executor):
     """Fabric's executor, with the calls of one task for several hosts made at once."""
 
