@@ -279,7 +279,10 @@ def carry_out(
         show({"plan": made.to_json(), "run_id": Path(path).name, "outcome": vars(outcome)})
     if outcome.word != "done":
         return failed(outcome, made)
-    say(f"{Path(path).name} is running")
+    end = execute.ended(goal.host, path)
+    say(f"{Path(path).name} {'has ' + end['reason'] + ' already' if end else 'is running'}")
+    if end and (no_follow or json):
+        return int(end["code"])
     return None if no_follow or json else follow(goal, path, name=made.name)
 
 

@@ -95,7 +95,7 @@ def plan_deploy(
     )
     weights = found.weights.path if found.weights else None
     variables = release.environment(run, found.layout, weights, found.data)
-    directory = str(goal.project.root) if run.command is not None and goal.settings.is_local else None
+    directory = survey.working_directory(goal.project, goal.settings, run)
     work = Work(
         execute.run_of(made, new, run, variables, directory),
         found.interpreter.path,

@@ -60,7 +60,7 @@ def run_of(
         secrets_file=plan.layout.secrets if settings.secrets else None,
         run_file=plan.run_file,
         changes=dict(plan.changes),
-        working_directory=settings.working_directory or cwd,
+        working_directory=cwd,
         grace_seconds=settings.grace_seconds,
         restart_attempts=settings.restart.attempts,
         restart_minutes=settings.restart.minutes,
@@ -134,6 +134,12 @@ def stop(plan: Plan, host: Host, report: Report, lock_wait: float = 0) -> str:
             "start": None,
         }
         return switch.start(host, spec)
+
+
+def ended(host: Host, run_path: str) -> dict[str, Any] | None:
+    """exit.json of a run that is over already, like a command that fails at once."""
+    data = host.read(f"{run_path}/exit.json")
+    return json.loads(data) if data else None
 
 
 def install(host: Host, argv: tuple[str, ...], report: Report) -> None:

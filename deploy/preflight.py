@@ -113,6 +113,15 @@ def _python(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]
                 f"python: of {host.name} in fabric.yaml",
             )
         )
+    if interpreter.lost:
+        found.append(
+            Check(
+                "command",
+                False,
+                f"there is no program {interpreter.lost} on {host.name}",
+                "correct command: in the run's file, or give the program's whole path",
+            )
+        )
     return found or [Check("python", True)]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from deploy import release, secrets, weights
 from deploy.host import Host, HostError
 from deploy.release import Layout
+from deploy.runtimes import process
 from deploy.settings import TOY, HostSettings, Project, RunSettings
 
 CHECKOUT = Path(__file__).resolve().parent.parent  # the code that is deployed
@@ -28,6 +29,7 @@ class Interpreter:
     version: str = ""
     missing: tuple[str, ...] = ()
     problem: str = ""
+    lost: str = ""  # the program of a foreign command, if there is no such program
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def take(
     return Survey(
         facts,
         layout,
-        _interpreter(host, python, run),
+        _interpreter(host, python, run, working_directory(project, settings, run)),
         release.trainer_files(CHECKOUT),
         release.git_state(CHECKOUT),
         staged,
@@ -85,28 +87,47 @@ def take(
     )
 
 
+def working_directory(project: Project, settings: HostSettings, run: RunSettings) -> str | None:
+    """Where the run is started: as its file says, else, for a foreign command on this machine, the project."""
+    if run.working_directory is not None or run.command is None or not settings.is_local:
+        return run.working_directory
+    return str(project.root)
+
+
 def layout_of(settings: HostSettings, facts: Mapping[str, Any], name: str) -> Layout:
     return Layout(facts["state"]["root"], facts["shm"]["root"], name, settings.cache)
 
 
-def _interpreter(host: Host, python: str, run: RunSettings) -> Interpreter:
-    """Ask the trainer's Python who it is, without importing anything heavy."""
-    program = (
-        "import sys, importlib.util as u, json; print(json.dumps(['.'.join(map(str, sys.version_info[:3])), "
-        f"[m for m in {TRAINER_MODULES!r} if u.find_spec(m) is None]]))"
-    )
+# Answers with version, modules that are missing, and whether a program can be found. Imports nothing heavy.
+_QUESTION = """\
+import importlib.util, json, os, shutil, sys
+modules, program, path, directory = json.loads(sys.argv[1])
+os.chdir(directory or "/")
+print(json.dumps([
+    ".".join(map(str, sys.version_info[:3])),
+    [module for module in modules if importlib.util.find_spec(module) is None],
+    program is None or shutil.which(program, path=path) is not None,
+]))
+"""
+
+
+def _interpreter(host: Host, python: str, run: RunSettings, directory: str | None) -> Interpreter:
+    """Ask the trainer's Python who it is and what it has, and whether a foreign command's program exists."""
+    program = run.command[0] if run.command else None
+    path = run.environment.get("PATH") or process.search_path(python)
+    words = json.dumps([TRAINER_MODULES, program, path, directory])
     try:
-        answer = host.run([python, "-c", program], timeout=20, check=False)
+        answer = host.run([python, "-c", _QUESTION, words], timeout=20, check=False)
     except HostError as error:
         return Interpreter(python, problem=f"does not answer ({error})")
     if answer.code == 127:
         return Interpreter(python, problem="does not exist")
     try:
-        version, missing = json.loads(answer.out)
-        return Interpreter(python, version, tuple(missing))
+        version, missing, there = json.loads(answer.out)
+        return Interpreter(python, version, tuple(missing), lost="" if there else str(program))
     except ValueError:
-        words = answer.err.decode(errors="replace").strip().splitlines() or [f"exit code {answer.code}"]
-        return Interpreter(python, problem=f"does not run ({words[-1]})")
+        errors = answer.err.decode(errors="replace").strip().splitlines() or [f"exit code {answer.code}"]
+        return Interpreter(python, problem=f"does not run ({errors[-1]})")
 
 
 def _weights(

@@ -120,6 +120,8 @@ def parse(text: str, name: str) -> YamlFile:
         value = loader.construct_document(node) if node is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        if error.context_mark and mark and mark.index >= len(text):  # the end of the file says little
+            mark = error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
         column = f" at column {mark.column + 1}" if mark else ""
         raise DeployError(

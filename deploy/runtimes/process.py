@@ -36,7 +36,7 @@ def start_spec(
         "USER": user,
         "LOGNAME": user,
         "LANG": "C.UTF-8",
-        "PATH": os.path.dirname(python) + ":" + PATH if os.path.isabs(python) else PATH,
+        "PATH": search_path(python),
         "PYTHONPATH": f"{release_path}/app",
         "PYTHONUNBUFFERED": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # devices are numbered as nvidia-smi and NVML number them
@@ -44,6 +44,11 @@ def start_spec(
         "DRAFTHOUSE_SHM": facts["shm"]["root"],
     }
     return {"argv": argv, "environment": environment, "working_directory": run_path}
+
+
+def search_path(python: str) -> str:
+    """Where the programs of a run are looked for: beside its Python first."""
+    return os.path.dirname(python) + ":" + PATH if os.path.isabs(python) else PATH
 
 
 def reaper(facts: dict[str, Any]) -> str:

@@ -41,6 +41,8 @@ STOPS: list[tuple[str, str, dict, str]] = [
      f"{PYTHON} on localhost lacks torch, pyarrow; install the trainer there with pip install -c constraints.txt '.[trainer]', or set python: of localhost in fabric.yaml"),
     ("no python", COMMAND, {"interpreter": Interpreter("/no", problem="does not exist")},
      "/no on localhost does not exist; set python: of localhost in fabric.yaml to one that has the trainer's packages"),
+    ("no program", COMMAND, {"interpreter": Interpreter(PYTHON, "3.11.7", lost="trian")},
+     "there is no program trian on localhost; correct command: in the run's file, or give the program's whole path"),
     ("typo", "command: [a]\nenvironment: {PYTHONBUFFERED: 1}", {},
      "the run's environment has PYTHONBUFFERED, which Python does not know; the name is PYTHONUNBUFFERED, and Drafthouse sets it: remove yours"),
     ("off", "command: [a]\nenvironment: {PYTHONUNBUFFERED: 0}", {},

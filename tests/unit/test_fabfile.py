@@ -1,0 +1,53 @@
+"""The menu itself: what it says, what it costs, and Fabric's traps."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from invoke import Collection
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ["deploy", "plan", "render", "restart", "runs", "status", "stop", "tail"]
+
+
+@pytest.fixture(scope="module")
+def collection() -> Collection:
+    sys.path.insert(0, str(ROOT))
+    import fabfile
+
+    return Collection.from_module(fabfile)
+
+
+def test_the_menu_has_a_line_for_every_task(collection: Collection) -> None:
+    assert sorted(collection.tasks) == TASKS
+    for name in TASKS:
+        text = inspect.getdoc(collection[name].body) or ""
+        assert re.fullmatch(r"[A-Z][^\n]{10,70}\.", text), name
+
+
+def test_every_flag_is_explained_and_none_is_short(collection: Collection) -> None:
+    for name in TASKS:
+        for argument in collection[name].get_arguments():
+            assert argument.help, f"{name} --{argument.name}"
+            assert all(len(word) > 1 for word in argument.names), f"{name} {argument.names}"
+
+
+def test_no_task_has_a_parameter_named_hosts_which_would_shadow_fabrics_own(collection: Collection) -> None:
+    for name in TASKS:
+        flags = {argument.name for argument in collection[name].get_arguments()}
+        assert "host" in flags
+        assert "hosts" not in flags
+
+
+def test_reading_the_menu_loads_nothing_heavy() -> None:
+    heavy = {"pydantic", "jinja2", "rich", "torch", "docker", "deploy.settings", "deploy.plan"}
+    program = f"import fabfile, sys; print(sorted({heavy!r} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
