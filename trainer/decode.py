@@ -1,6 +1,6 @@
 """Measure a checkpoint: real speculative decoding of prompts from a file.
 
-    python -m trainer.decode --target DIR --drafter CHECKPOINT --prompts FILE.json
+python -m trainer.decode --target DIR --drafter CHECKPOINT --prompts FILE.json
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="model directory")
     parser.add_argument("--drafter", type=Path, required=True, metavar="DIR", help="a drafter's checkpoint")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="JSON: texts or token ids")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="JSON: text or token ids")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -46,7 +46,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_prompts(path: Path, target: Path, vocabulary: int) -> Prompts:
-    """Named lists of prompts from a JSON file: ``{"name": ["text", [token, token, …], …]}``, or one bare list.
+    """Named lists of prompts from a JSON file: ``{"name": ["text", [token, …], …]}``, or one bare list.
 
     Text is tokenised with the target's tokenizer. Raises InputError naming file and prompt.
     """
@@ -70,8 +70,8 @@ def read_prompts(path: Path, target: Path, vocabulary: int) -> Prompts:
             valid = isinstance(prompt, list) and all(type(i) is int and 0 <= i < vocabulary for i in prompt)
             if not valid or not prompt:
                 raise InputError(
-                    f"--prompts {path}: prompt {number} of '{name}' must be text that is not empty, or token ids "
-                    f"from 0 to {vocabulary - 1}"
+                    f"--prompts {path}: prompt {number} of '{name}' must be text that is not empty, or "
+                    f"token ids from 0 to {vocabulary - 1}"
                 )
             found[name].append(prompt)
     if not any(found.values()):
@@ -107,7 +107,7 @@ def load_drafter(directory: Path) -> Drafter:
         drafter.load_state_dict(load_file(weights))
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--drafter {directory}: its weights do not fit its config.json ({reason})") from None
+        raise InputError(f"--drafter {directory}: its weights do not fit config.json ({reason})") from None
     return drafter.eval()
 
 
@@ -129,7 +129,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     shape = (target.config.hidden_size, target.config.vocab_size, target.num_layers)
     if shape != (config.hidden_size, config.vocab_size, config.num_target_layers):
         raise InputError(
-            f"--drafter {arguments.drafter}: was trained for a target of another shape than {arguments.target}"
+            f"--drafter {arguments.drafter}: was trained for a target of another shape than this one"
         )
     target.tap(config.target_layer_ids)
     groups = read_prompts(arguments.prompts, arguments.target, config.vocab_size)

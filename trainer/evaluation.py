@@ -63,7 +63,9 @@ def distinct_ngrams(tokens: Sequence[int], n: int = 3) -> float:
 
 
 def toy_cases(prompts: Prompts, count: int) -> list[Case]:
-    """Three rows from the toy's prompts: `count` of text that the target knows, half as many of the others."""
+    """Three rows from the toy's prompts: `count` of text that the target knows, half as many of the
+    others.
+    """
     fewer = max(1, count // 2)
     return [
         Case("known text", prompts["known"][:count]),
@@ -155,7 +157,9 @@ def _own_texts(
     new_tokens: int,
     stop: Collection[int],
 ) -> list[tuple[Decoded, list[float]]]:
-    """Each prompt's plain continuation and the lead of each of its tokens; those of one length side by side."""
+    """Each prompt's plain continuation and the lead of each of its tokens; those of one length side by
+    side.
+    """
     found: dict[int, tuple[Decoded, list[float]]] = {}
     for members in _by_length(prompts):
         texts, leads = plain(

@@ -1,10 +1,11 @@
-"""Speculative decoding: a cheap proposer guesses several tokens, the target confirms a prefix of them at once.
+"""Speculative decoding: a cheap proposer guesses several tokens, the target confirms a prefix of them at
+once.
 
-One cycle (arXiv 2602.06036): the proposer guesses the tokens after the newest one; the target reads the newest
-token and the guess in one pass; the longest prefix on which its own choices agree is kept, and its choice after
-that prefix, the bonus, comes for free. The rest is cut from its cache. The text is the target's own, token for
-token, at any temperature: a proposer decides only how many passes it takes. Acceptance length τ is the mean
-number of tokens that a cycle adds.
+One cycle (arXiv 2602.06036): the proposer guesses the tokens after the newest one; the target reads the
+newest token and the guess in one pass; the longest prefix on which its own choices agree is kept, and its
+choice after that prefix, the bonus, comes for free. The rest is cut from its cache. The text is the
+target's own, token for token, at any temperature: a proposer decides only how many passes it takes.
+Acceptance length τ is the mean number of tokens that a cycle adds.
 
 Letters in shapes: b sequences, n new positions, V vocabulary, B slots in a block, K tapped layers, H width.
 """
@@ -30,7 +31,9 @@ class Decoded:
 
     tokens: list[int]  # prompt and continuation
     prompt: int  # tokens of the prompt
-    cycles: list[int] = field(default_factory=list)  # tokens that each cycle added (the prefill adds the first)
+    cycles: list[int] = field(
+        default_factory=list
+    )  # tokens that each cycle added (the prefill adds the first)
 
     @property
     def continuation(self) -> list[int]:
@@ -43,9 +46,9 @@ class Decoded:
 class Choice:
     """Which token the target chooses at a position: its likeliest, or one sampled at a temperature.
 
-    Sampling adds Gumbel noise to the logits and takes the largest (which is a sample of the softmax). The noise
-    depends on seed and position alone, so two ways of decoding that agree on the logits agree on the sample:
-    only so can it be checked that speculative decoding changes nothing.
+    Sampling adds Gumbel noise to the logits and takes the largest (which is a sample of the softmax). The
+    noise depends on seed and position alone, so two ways of decoding that agree on the logits agree on
+    the sample: only so can it be checked that speculative decoding changes nothing.
     """
 
     def __init__(self, temperature: float = 0.0, seed: int = 0) -> None:
@@ -89,8 +92,8 @@ class CachedTarget:
         self._keyword = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.x
 
     def read(self, ids: Tensor, last: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Read on with `ids` [b, n]. Returns logits [b, n, V], or of only the `last` positions, and the tapped
-        layers' outputs [b, n, K·H] (None if none is tapped).
+        """Read on with `ids` [b, n]. Returns logits [b, n, V], or of only the `last` positions, and the
+        tapped layers' outputs [b, n, K·H] (None if none is tapped).
         """
         arguments: dict[str, Any] = {self._keyword: self.cache, "logits_to_keep": last}
         logits = self.target.model(input_ids=ids, use_cache=True, **arguments).logits
@@ -100,10 +103,12 @@ class CachedTarget:
         """Cut the newest `count` positions. Raises InputError if this kind of target cannot be cut back."""
         if not getattr(self.cache, "is_croppable", True):
             raise InputError(
-                f"{type(self.target.model).__name__} carries a recurrent state that cannot be rolled back, so it "
-                "cannot verify a guess here; leave the evaluation out (--eval-prompts 0)"
+                f"{type(self.target.model).__name__} has a recurrent state that cannot be rolled back, so "
+                "it cannot verify a guess here; leave the evaluation out (--eval-prompts 0)"
             )
-        self.cache.crop(-count)  # negative: how many to remove (a positive length is refused by transformers 5)
+        self.cache.crop(
+            -count
+        )  # negative: how many to remove (a positive length is refused by transformers 5)
 
 
 @torch.no_grad()
@@ -116,9 +121,9 @@ def plain(
 ) -> tuple[list[Decoded], list[list[float]]]:
     """The target's own text for prompts of one length, read side by side, one token per pass.
 
-    `choices` has one entry per prompt (default: the likeliest token). A text ends after `new_tokens` or after a
-    token of `stop`. The second result gives by how much each chosen token led over the runner-up, in logits:
-    where it is of the order of rounding, another order of summation may choose otherwise.
+    `choices` has one entry per prompt (default: the likeliest token). A text ends after `new_tokens` or
+    after a token of `stop`. The second result gives by how much each chosen token led over the runner-up,
+    in logits: where it is of the order of rounding, another order of summation may choose otherwise.
     Raises ValueError for prompts of different lengths.
     """
     if len({len(prompt) for prompt in prompts}) != 1:
