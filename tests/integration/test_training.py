@@ -119,7 +119,8 @@ def test_training_on_one_text_learns_it(tmp_path: Path) -> None:
     from trainer.data import write_completions
     from trainer.modeldir import tokenizer_digest
 
-    target = tiny.target_directory(tmp_path / "target")
+    # Weights of ordinary size: with the tiny ones of an untrained model no logit can stand out.
+    target = tiny.target_directory(tmp_path / "target", tiny.qwen3(initializer_range=0.3))
     ids = [(7 * i * i + 3 * i) % 90 for i in range(48)]
     meta = {"tokenizer": tokenizer_digest(target), "target": "tiny"}
     write_completions(tmp_path / "data", [(ids, [0] * 4 + [1] * 44)] * 8, meta)
