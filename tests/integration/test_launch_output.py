@@ -6,11 +6,12 @@ import hashlib
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
-from launching import launched, make_run, python, without_notes
+from launching import gone, launched, make_run, python, wait_for, without_notes
 
 from trainer.logfile import list_segments
 from trainer.status import RunDir
@@ -143,6 +144,29 @@ def test_the_last_words_before_a_crash_are_kept(tmp_path, last):
     assert b"last words" in run.stdout
 
 
+def test_what_was_printed_before_the_end_is_kept_also_if_launch_comes_late(tmp_path):
+    size = 900_000  # what the pipe alone holds
+    source = HOLD + f"hold('go'); os.write(1, b'x' * {size}); os.kill(os.getpid(), 9)"
+    with launched(tmp_path, python(source)) as run:
+        trainer = run.trainer_pid()
+        os.kill(run.launch_pid(), signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        wait_for(lambda: gone(trainer), "the end of the trainer")
+        os.kill(run.launch_pid(), signal.SIGCONT)
+        run.finish()
+    assert b"x" * size in run.raw_log
+    assert b"x" * size in run.stdout
+
+
+def test_a_flood_that_nobody_reads_is_no_obstacle_to_a_stop(tmp_path):
+    with launched(tmp_path, ["yes"], segment_bytes=1 << 20, segments=3) as run:
+        wait_for(lambda: (state := run.directory.launch()) and state.stdout_dropped, "stdout to be full")
+        run.term()
+        assert run.process.wait(60) == 143
+        assert run.directory.exit().log_bytes > 8 << 20
+        assert len(list_segments(run.directory.log)) == 3
+
+
 def test_a_stdout_that_nobody_reads_never_stops_the_trainer(tmp_path):
     size = 50 << 20
     source = """
@@ -229,6 +253,7 @@ def test_the_log_is_cut_into_segments_at_records_and_indexed(tmp_path):
         assert segments[0][0] <= int(line.split()[1]) <= record.log_bytes
 
 
+@pytest.mark.slow
 def test_a_worker_that_holds_its_output_back_is_named(tmp_path):
     source = (
         HOLD

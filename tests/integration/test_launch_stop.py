@@ -137,6 +137,25 @@ def test_killing_launch_leaves_nothing(tmp_path, wrapper):
     assert run.directory.exit() is None  # which tells that launch was killed
 
 
+def test_a_run_counts_as_alive_until_nothing_of_it_lives(tmp_path):
+    with launched(tmp_path, python(FAMILY)) as run:
+        run.wait_for_log(b"ready")
+        pids = run.tree()
+        guard = wait_for(lambda: guard_of(run.process.pid))
+        os.kill(guard, signal.SIGSTOP)
+        run.process.kill()
+        run.process.wait()
+        assert run.directory.alive()
+        os.kill(guard, signal.SIGCONT)
+        wait_for(lambda: not run.directory.alive(), "the run's lock to be released")
+        assert all(gone(pid) for pid in pids if pid not in (guard, run.process.pid))
+
+
+def guard_of(launch: int) -> int | None:
+    found = descendants(all_processes(), launch)
+    return next((p.pid for p in found if p.name == "launch-guard"), None)
+
+
 def test_killing_launch_and_its_guard_at_once_still_ends_the_main_process(tmp_path):
     with launched(tmp_path, python("import time; print('ready'); time.sleep(600)")) as run:
         run.wait_for_log(b"ready")
@@ -153,19 +172,15 @@ def test_killing_launch_and_its_guard_at_once_still_ends_the_main_process(tmp_pa
 def test_a_guard_that_was_killed_is_replaced(tmp_path):
     with launched(tmp_path, python(FAMILY)) as run:
         run.wait_for_log(b"ready")
-
-        def guard():
-            found = descendants(all_processes(), run.process.pid)
-            return next((p.pid for p in found if p.name == "launch-guard"), None)
-
-        first = wait_for(guard)
+        first = wait_for(lambda: guard_of(run.process.pid))
         os.kill(first, signal.SIGKILL)
-        wait_for(lambda: (now := guard()) and now != first, "a new guard")
+        wait_for(lambda: (now := guard_of(run.process.pid)) and now != first, "a new guard")
         pids = run.tree()
         run.process.kill()
         wait_for(lambda: all(gone(pid) for pid in pids if pid != run.process.pid), "the end of all")
 
 
+@pytest.mark.slow
 def test_what_outlives_the_main_process_is_ended_and_named(tmp_path):
     script = """
     sleep 611 &
