@@ -49,16 +49,18 @@ def status(rows: Sequence[Row], colour: bool = False) -> str:
 
 
 def _figures(row: Row) -> Iterable[str]:
-    if row.total or row.step:
-        yield f"step {row.step}/{row.total}" if row.total else f"step {row.step}"
-    if row.tokens_per_second:
-        yield f"{row.tokens_per_second:,.0f} tok/s"
-    if row.step_age is not None:
-        yield f"last step {age(row.step_age)} ago"
-    if row.memory:
-        yield f"mem {size(row.memory)}"
+    """The evidence, and the figures that it does not name already."""
+    step = f"step {row.step}/{row.total}" if row.total else f"step {row.step}"
+    if step not in row.reason and (row.total or row.step):
+        yield step
+        if row.tokens_per_second:
+            yield f"{row.tokens_per_second:,.0f} tok/s"
+        if row.step_age is not None:
+            yield f"last step {age(row.step_age)} ago"
     if row.reason:
         yield row.reason
+    if row.memory:
+        yield f"mem {size(row.memory)}"
 
 
 def runs(found: Sequence[Mapping[str, Any]], now: float) -> str:

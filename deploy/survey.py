@@ -88,7 +88,7 @@ def take(
 
 
 def working_directory(project: Project, settings: HostSettings, run: RunSettings) -> str | None:
-    """Where the run is started: as its file says, else, for a foreign command on this machine, the project."""
+    """Where a run is started: as its file says, else, for a foreign command on this machine, the project."""
     if run.working_directory is not None or run.command is None or not settings.is_local:
         return run.working_directory
     return str(project.root)

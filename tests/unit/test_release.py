@@ -28,7 +28,8 @@ def built(text: str, path: Path, *changes: str, layout: Layout = LAYOUT, **named
 def test_the_trainers_command_line_is_this(tmp_path: Path) -> None:
     assert " ".join(built(DEMO, tmp_path).command) == (
         "/opt/venv/bin/python -u -m trainer --target-model toy --resume auto --max-steps 600 --lr 0.0006 "
-        "--output-dir /var/lib/drafthouse/names/demo/checkpoints --cache-dir /var/lib/drafthouse/names/demo/cache"
+        "--output-dir /var/lib/drafthouse/names/demo/checkpoints "
+        "--cache-dir /var/lib/drafthouse/names/demo/cache"
     )
 
 

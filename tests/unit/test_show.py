@@ -1,0 +1,146 @@
+"""What people see of runs: one line each, of this run only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import LOCALHOST, NOW, facts, run
+
+from deploy import actions, show
+from deploy.actions import Target
+from deploy.host import Local
+from deploy.settings import Project
+from deploy.sizes import age, size
+
+
+def target(path: Path = Path("/none")) -> Target:
+    return Target(Project(path, {}), LOCALHOST, Local())
+
+
+def shown(*runs: dict[str, Any], name: str | None = None, run_id: str | None = None) -> str:
+    return show.status(actions.rows(target(), facts(runs=list(runs)), name, run_id))
+
+
+def test_a_run_that_trains_is_one_line_with_its_figures() -> None:
+    line = shown(run()).splitlines()[0]
+    assert line.startswith("localhost  0007-demo  training  step 120/600, 18,432 tok/s, loss 3.4")
+    assert line.endswith("  mem 812 MB")
+    assert line.count("step 120") == 1
+
+
+def test_figures_that_the_evidence_leaves_out_stand_beside_it() -> None:
+    row = actions.Row(
+        "localhost", "0007-demo", "demo", "stalled", "waits in futex", None, 120, 600, 3.4, 18432.0, 300.0
+    )
+    assert show.status([row]) == (
+        "localhost  0007-demo  stalled  step 120/600  18,432 tok/s  last step 5 min ago  waits in futex"
+    )
+
+
+def test_the_link_of_an_earlier_run_never_passes_for_this_ones() -> None:
+    link = {"wandb": "https://wandb.ai/x/runs/old"}
+    old = run(
+        "0006-demo", alive=False, heartbeats={"0": {"links": link}}, exit={"reason": "stopped", "code": 0}
+    )
+    new = run("0007-demo")
+    assert "wandb" not in shown(old, new)
+    new["heartbeats"]["0"]["links"] = {"wandb": "https://wandb.ai/x/runs/new"}
+    assert "    wandb: https://wandb.ai/x/runs/new" in shown(old, new)
+    assert "runs/old" not in shown(old, new)
+    assert "runs/old" in shown(old, new, run_id="0006-demo")
+
+
+def test_a_run_without_a_heartbeat_yet_has_no_figures_of_another() -> None:
+    new = {**run("0008-demo"), "heartbeats": {}}
+    text = shown(run("0007-demo", alive=False), new)
+    assert "0008-demo" in text
+    assert "step" not in text
+    assert "mem" not in text
+
+
+def test_every_name_has_its_newest_run_and_one_name_can_be_picked() -> None:
+    runs = [run("0001-demo", alive=False), run("0002-exp"), run("0003-demo")]
+    rows = actions.rows(target(), facts(runs=runs), None)
+    assert sorted(row.run_id for row in rows) == ["0002-exp", "0003-demo"]
+    assert [row.run_id for row in actions.rows(target(), facts(runs=runs), "exp")] == ["0002-exp"]
+    assert (
+        actions.nothing(target(), facts(runs=runs), "dem") == "no run of dem on localhost; did you mean demo?"
+    )
+
+
+def test_memory_is_that_of_all_ranks() -> None:
+    one = run(heartbeats={"1": {"memory": {"now": 188_000_000}}})
+    assert actions.rows(target(), facts(runs=[one]), None)[0].memory == 1_000_000_000
+
+
+def test_drift_stands_under_the_run_that_has_it() -> None:
+    row = actions.Row(
+        "localhost", "0007-demo", "demo", "training", "step 1", drift=("trainer.lr: 1 → 2", "x: new")
+    )
+    assert show.status([row]).splitlines()[1:] == [
+        "    drift: the run differs from what is rendered now; fab restart applies it",
+        "      trainer.lr: 1 → 2",
+        "      x: new",
+    ]
+    assert "drift" not in show.status(
+        [actions.Row("localhost", "0007-demo", "demo", "training", "step 1", drift=())]
+    )
+
+
+def test_what_cannot_be_rendered_any_more_is_no_drift_but_is_said() -> None:
+    gone = run(run={"run_file": "runs/gone.yaml"})
+    row = actions.rows(target(), facts(runs=[gone]), None)[0]
+    assert row.drift == ("run file runs/gone.yaml does not exist",)
+    assert actions.rows(target(), facts(runs=[run()]), None)[0].drift is None
+
+
+def test_runs_are_a_table_newest_first() -> None:
+    ended = run("0001-demo", alive=False, exit={"reason": "failed", "code": 137}, run={"created": None})
+    changed = run(
+        "0002-demo", run={"changes": {"trainer.lr": "3e-4"}, "who": "ann@desk", "created": NOW - 300}
+    )
+    lines = show.runs([ended, changed], NOW).splitlines()
+    assert [line.split()[0] for line in lines] == ["RUN", "0002-demo", "0001-demo"]
+    assert "running for 5 min  000000000000  trainer.lr=3e-4  ann@desk" in lines[1]
+    assert "failed (137)" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"exit": {"reason": "finished", "code": 0}}, "finished"),
+        ({"exit": {"reason": "stopped", "code": 143}}, "stopped (143)"),
+        ({}, "ended without a word"),
+    ],
+)
+def test_the_end_of_a_run_is_a_word_and_its_code(changes: dict, said: str) -> None:
+    assert show.ending(run(alive=False, **changes), NOW) == said
+    assert show.ending({**run(alive=False), "launch": None}, NOW) == "never began"
+
+
+def test_steps_of_a_switch_are_told_when_they_have_ended() -> None:
+    step = {"name": "stop", "outcome": "running", "started": NOW, "ended": None, "detail": ""}
+    assert show.step(step) is None
+    done = {**step, "outcome": "ok", "ended": NOW + 1.25, "detail": "SIGTERM"}
+    assert show.step(done) == "  ✓ stop (1.2 s): SIGTERM"
+    assert show.step({**done, "outcome": "failed", "detail": ""}) == "  ✗ stop (1.2 s)"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (9949, "9.9 kB"), (12_345, "12 kB"), (999_400, "999 kB"),
+     (999_600, "1.0 MB"), (812_000_000, "812 MB"), (3_200_000_000, "3.2 GB"), (5e15, "5000 TB")],
+)  # fmt: skip
+def test_sizes_are_short_and_in_powers_of_ten(count: float, text: str) -> None:
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-3, "0 s"), (0.4, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h 00 min"),
+     (11100, "3 h 05 min"), (187_200, "2 d 04 h")],
+)  # fmt: skip
+def test_ages_have_two_parts_at_most(seconds: float, text: str) -> None:
+    assert age(seconds) == text
