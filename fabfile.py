@@ -160,7 +160,9 @@ def deploy(
         lock_wait=whole("--lock-wait", lock_wait),
         progress=say,
     )
-    return carry_out(goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow)
+    return carry_out(
+        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=lock_wait
+    )
 
 
 @menu(iterable=["set"])
@@ -201,7 +203,9 @@ def restart(
             lock_wait=whole("--lock-wait", lock_wait),
             progress=say,
         )
-    return carry_out(goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow)
+    return carry_out(
+        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=lock_wait
+    )
 
 
 @menu()
@@ -226,7 +230,7 @@ def stop(
         print(made, flush=True)
     if not made.acts or dry_run or context.config.run.dry:
         return show({"plan": made.to_json()}) if json else None
-    outcome = watch(goal, execute.stop(made, goal.host, say))
+    outcome = watch(goal, execute.stop(made, goal.host, say, whole("--lock-wait", lock_wait)))
     if json:
         show({"plan": made.to_json(), "outcome": vars(outcome)})
     return failed(outcome, made) if outcome.word != "done" else None
@@ -253,7 +257,15 @@ def plan(
 
 
 def carry_out(
-    goal: Any, made: Any, work: Any, context: Context, *, dry_run: bool, json: bool, no_follow: bool
+    goal: Any,
+    made: Any,
+    work: Any,
+    context: Context,
+    *,
+    dry_run: bool,
+    json: bool,
+    no_follow: bool,
+    lock_wait: str = "0",
 ) -> int | None:
     """Show a plan, do it, follow the log: the end of deploy and restart."""
     from deploy import execute
@@ -266,7 +278,7 @@ def carry_out(
         if json:
             return show({"plan": made.to_json(), "run_id": made.stop.run_id})
         return None if no_follow else follow(goal, made.stop.path, lines=20, name=made.name)
-    path, record = execute.start(made, goal.host, work, say)
+    path, record = execute.start(made, goal.host, work, say, whole("--lock-wait", lock_wait))
     outcome = watch(goal, record)
     if json:
         show({"plan": made.to_json(), "run_id": Path(path).name, "outcome": vars(outcome)})

@@ -227,14 +227,20 @@ def drift(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> tup
     written = run["run"] or {}
     if not written.get("run_file") or not (written.get("release") or {}).get("id"):
         return None
+    if not (goal.project.root / written["run_file"]).is_file():  # deployed from another place
+        return None
     changes = [f"{key}={value}" for key, value in (written.get("changes") or {}).items()]
     try:
         wanted = settings.load_run(
             goal.project, written["run_file"], host=goal.settings, name=run["name"], changes=changes
         )
-        found = survey.take(goal.project, goal.host, goal.settings, wanted.settings, facts)
+        found = survey.take(
+            goal.project, goal.host, goal.settings, wanted.settings, facts, read_weights=False
+        )
         if found.weights_problems or found.data_problems:
             return (found.weights_problems + found.data_problems)[:1]
+        if found.weights is not None and found.weights.action == "changed":
+            return (f"weights: the files in {found.weights.source} have changed",)
         new = plan.make_release(found, goal.settings, wanted.settings)
     except DeployError as error:
         return (str(error),)

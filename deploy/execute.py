@@ -18,7 +18,7 @@ from typing import Any
 
 from deploy import evidence, lock, release, secrets, switch, weights
 from deploy.errors import DeployError
-from deploy.host import Host
+from deploy.host import Host, HostError
 from deploy.plan import Plan, seen
 from deploy.release import Release
 from deploy.runtimes import process
@@ -112,9 +112,11 @@ def start(plan: Plan, host: Host, work: Work, report: Report, lock_wait: float =
                 ),
             }
             return run_path, switch.start(host, spec)
-        except BaseException:
+        except HostError:  # perhaps it did start: then the directory is the run's
+            raise
+        except DeployError:  # refused
             with contextlib.suppress(OSError):
-                shutil.rmtree(run_path)  # ours, made a moment ago, and never started
+                shutil.rmtree(run_path)
             raise
 
 

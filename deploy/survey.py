@@ -66,11 +66,13 @@ def take(
     run: RunSettings,
     facts: Mapping[str, Any],
     progress: Callable[[str], None] = lambda text: None,
+    *,
+    read_weights: bool = True,
 ) -> Survey:
-    """Read what the plan needs besides the probe's facts."""
+    """Read what the plan needs besides the probe's facts. Without `read_weights` nothing large is read."""
     layout = layout_of(settings, facts, run.name)
     python = settings.python or facts["python_path"]
-    staged, weight_problems = _weights(project, layout, run, progress)
+    staged, weight_problems = _weights(project, layout, run, progress, read_weights)
     data, data_problems = _data(project, run)
     return Survey(
         facts,
@@ -131,7 +133,7 @@ def _interpreter(host: Host, python: str, run: RunSettings, directory: str | Non
 
 
 def _weights(
-    project: Project, layout: Layout, run: RunSettings, progress: Callable[[str], None]
+    project: Project, layout: Layout, run: RunSettings, progress: Callable[[str], None], read: bool
 ) -> tuple[weights.Weights | None, tuple[str, ...]]:
     if run.weights is None:
         if run.command is not None:
@@ -141,7 +143,7 @@ def _weights(
         return weights.Weights(TOY, "toy", TOY), ()
     path = _path(project, run.weights)
     problems = tuple(weights.check_model_dir(path))
-    return (None, problems) if problems else (weights.plan(path, Path(layout.shm), progress), ())
+    return (None, problems) if problems else (weights.plan(path, Path(layout.shm), progress, read=read), ())
 
 
 def _data(project: Project, run: RunSettings) -> tuple[str | None, tuple[str, ...]]:

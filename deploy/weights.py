@@ -30,7 +30,7 @@ class Weights:
     """What a deploy will do about the weights, and where the run finds them."""
 
     source: str  # as in the run's file
-    action: str  # toy | in-place | present | copy
+    action: str  # toy | in-place | present | copy | changed (only told to those who do not want to wait)
     path: str | None  # what the run is given; None: the digest is not known yet
     name: str = ""
     digest: str = ""
@@ -133,10 +133,13 @@ def _json(path: Path) -> dict[str, Any] | str:
 # -- planning ----------------------------------------------------------------------------------------------
 
 
-def plan(source: Path, shm: Path, progress: Callable[[str], None] = lambda text: None) -> Weights:
+def plan(
+    source: Path, shm: Path, progress: Callable[[str], None] = lambda text: None, *, read: bool = True
+) -> Weights:
     """What has to happen so that `source` is in shared memory. Reads; hashes only what is new or changed.
 
-    `source` must have passed `check_model_dir`.
+    Without `read` what would have to be hashed is called changed: that takes a minute for 50 GB. `source` must
+    have passed `check_model_dir`.
     """
     files = list(_files(source))
     total = sum(path.stat().st_size for _, path in files)
@@ -152,6 +155,8 @@ def plan(source: Path, shm: Path, progress: Callable[[str], None] = lambda text:
         and manifest.get("source") == str(source)
     ):
         digest = str(manifest.get("digest"))
+    elif not read:
+        return Weights(str(source), "changed", None, name, "", total, str(shm))
     else:
         progress(f"reading {size(total)} of weights")
         digest = _tree_digest(files)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from samples import recipe
 
 from deploy import sshconfig, yamlfile
 from deploy.errors import USAGE, DeployError, nearest
-from deploy.settings import HostSettings, Project, find_host, load_project, load_run
+from deploy.settings import HostSettings, Project, RunSettings, find_host, load_project, load_run
 
 NAME_RULE = (
     "but a name needs lower-case letters, digits, '.', '_' and '-', begins and ends with a letter or a digit, and "
@@ -351,3 +352,31 @@ def test_an_ssh_configuration_that_includes_itself_ends(tmp_path: Path) -> None:
 def test_nearest_words_are_offered_once() -> None:
     assert nearest("demmo", ["demo", "demo", "exp"]) == "; did you mean demo?"
     assert nearest("qqq", ["demo"]) == ""
+
+
+# -- the reference -----------------------------------------------------------------------------------------
+
+
+def examples() -> list[str]:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "settings.md").read_text()
+    return re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_reference_is_valid_and_names_every_key(tmp_path: Path) -> None:
+    hosts, run = examples()
+    (tmp_path / "fabric.yaml").write_text(hosts)
+    assert set(load_project(tmp_path).hosts) == {"localhost", "gpu-box"}
+    ours = re.sub(r"^command: .*$", "", run, flags=re.MULTILINE)
+    theirs = re.sub(r"^trainer:\n(  .*\n)+", "", run, flags=re.MULTILINE)
+    assert recipe(ours, tmp_path).settings.trainer == {"max-steps": 600, "lr": 6e-4}
+    assert recipe(theirs, tmp_path).settings.command == ["python", "-u", "train.py", "--epochs", "6"]
+    assert set(RunSettings.model_fields) == set(yaml.safe_load(run))
+    named = set(yaml.safe_load(hosts)["drafthouse"]["hosts"]["gpu-box"])
+    assert named == set(HostSettings.model_fields) - {"name"}
+
+
+def test_the_reference_says_the_defaults_that_hold(tmp_path: Path) -> None:
+    written = yaml.safe_load(examples()[1])
+    found = recipe("command: [a]", tmp_path).settings.model_dump()
+    for key in ("grace_seconds", "checkpoint_timeout_seconds", "first_heartbeat_timeout_seconds", "restart", "log"):
+        assert written[key] == found[key]

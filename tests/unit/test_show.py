@@ -89,11 +89,18 @@ def test_drift_stands_under_the_run_that_has_it() -> None:
     )
 
 
-def test_what_cannot_be_rendered_any_more_is_no_drift_but_is_said() -> None:
+def test_drift_is_not_guessed_for_a_run_that_was_deployed_from_another_place() -> None:
     gone = run(run={"run_file": "runs/gone.yaml"})
-    row = actions.rows(target(), facts(runs=[gone]), None)[0]
-    assert row.drift == ("run file runs/gone.yaml does not exist",)
+    assert actions.rows(target(), facts(runs=[gone]), None)[0].drift is None
     assert actions.rows(target(), facts(runs=[run()]), None)[0].drift is None
+
+
+def test_a_run_file_that_was_broken_since_is_said_where_the_drift_would_stand(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo.yaml").write_text("command: [a")
+    rows = actions.rows(target(tmp_path), facts(runs=[run(run={"run_file": "runs/demo.yaml"})]), None)
+    assert rows[0].drift is not None
+    assert rows[0].drift[0].startswith("runs/demo.yaml:1 is not valid YAML: ")
 
 
 def test_runs_are_a_table_newest_first() -> None:

@@ -150,6 +150,16 @@ def test_weights_that_are_there_are_neither_copied_nor_read_again(
     weights.stage(planned)
 
 
+def test_who_does_not_want_to_wait_is_only_told_that_weights_changed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights.stage(weights.plan(model, tmp_path / "shm"))
+    monkeypatch.setattr(weights, "_tree_digest", lambda files: pytest.fail("the weights were read"))
+    assert weights.plan(model, tmp_path / "shm", read=False).action == "present"
+    tensor_file(model / "model.safetensors", b"\x04" * 16)
+    assert weights.plan(model, tmp_path / "shm", read=False).action == "changed"
+
+
 def test_changed_weights_are_another_version_and_the_old_one_stays_as_it_was(
     model: Path, tmp_path: Path
 ) -> None:
