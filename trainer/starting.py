@@ -142,14 +142,25 @@ def start(run: Run, environment: Mapping[bytes, bytes], output: int) -> subproce
             start_new_session=True,
             preexec_fn=prepare,
         )
-    except FileNotFoundError:
-        if os.path.exists(os.path.join(directory or ".", program)):
-            sentence = f"the interpreter that the first line of {program} names does not exist"
-        else:
-            sentence = f"the command {program} was not found; check `command` and PATH"
-        raise CannotStart(NOT_FOUND, sentence) from None
     except OSError as error:
-        sentence = f"the command {program} cannot be run: {error.strerror}"
-        if isinstance(error, PermissionError):
-            sentence += " (is it executable, and may this user enter the directories?)"
-        raise CannotStart(NOT_EXECUTABLE, sentence) from None
+        raise _why(error, program, os.path.join(directory or ".", program), environment) from None
+
+
+def _why(error: OSError, program: str, path: str, environment: Mapping[bytes, bytes]) -> CannotStart:
+    """Why `program` (at `path`, if it is no name to be looked up) cannot be run."""
+    if "/" not in program:
+        places = os.get_exec_path(dict(environment))  # type: ignore[arg-type]
+        found = any(os.path.exists(os.path.join(os.fsencode(place), encode(program))) for place in places)
+    else:
+        found = os.path.exists(path)
+    # A directory in PATH that this user may not enter makes a missing program look like a forbidden one.
+    if not found and isinstance(error, (FileNotFoundError, PermissionError)):
+        return CannotStart(NOT_FOUND, f"the command {program} was not found; check `command` and PATH")
+    if isinstance(error, FileNotFoundError):
+        return CannotStart(
+            NOT_FOUND, f"the interpreter that the first line of {program} names does not exist"
+        )
+    sentence = f"the command {program} cannot be run: {error.strerror}"
+    if isinstance(error, PermissionError):
+        sentence += " (is it executable, and may this user enter the directories?)"
+    return CannotStart(NOT_EXECUTABLE, sentence)

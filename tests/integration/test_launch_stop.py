@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,13 @@ from launching import gone, launched, make_run, python, wait_for
 
 from trainer.processes import all_processes, descendants
 from trainer.status import RunDir
+
+needs_tini = pytest.mark.skipif(
+    shutil.which("tini") is None, reason="tini is missing (make testbed)"
+)
+under_tini_or_alone = pytest.mark.parametrize(
+    "wrapper", [[], pytest.param(["tini", "-s", "--"], marks=needs_tini)], ids=["alone", "under tini"]
+)
 
 # A main process that saves when it hears TERM, with a worker that must be left alone meanwhile.
 SAVING = """
@@ -37,7 +45,7 @@ print("saving; worker is", "alive" if worker.poll() is None else "dead")
 """
 
 
-@pytest.mark.parametrize("wrapper", [[], ["tini", "-s", "--"]])
+@under_tini_or_alone
 def test_the_first_term_reaches_the_main_process_alone(tmp_path, wrapper):
     with launched(tmp_path, python(SAVING), wrapper=wrapper) as run:
         run.wait_for_log(b"ready")
@@ -124,7 +132,7 @@ print("ready"); time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("wrapper", [[], ["tini", "-s", "--"]])
+@under_tini_or_alone
 def test_killing_launch_leaves_nothing(tmp_path, wrapper):
     with launched(tmp_path, python(FAMILY), wrapper=wrapper) as run:
         run.wait_for_log(b"ready")
@@ -236,6 +244,7 @@ print("ready"); time.sleep(600)
 
 
 @pytest.mark.root
+@needs_tini
 def test_in_a_container_of_its_own_tini_passes_term_on_and_nothing_outlives_it(tmp_path):
     wrapper = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "tini", "--"]
     with launched(tmp_path, python(SAVING), wrapper=wrapper) as run:

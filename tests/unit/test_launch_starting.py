@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import trainer
+from trainer import starting
 from trainer.starting import CannotStart, build_environment, check_run, given_environment, read_secrets
 from trainer.status import Run
 
@@ -124,3 +125,9 @@ def test_launch_needs_nothing_but_the_standard_library_of_python_3_9(module):
         assert {name.split(".")[0] for name in names} <= allowed
         ours = {name.split(".")[1] for name in names if name.startswith("trainer.")}
         assert ours <= {*MODULES, "status"}
+
+
+def test_a_missing_program_is_not_found_also_where_path_has_a_place_that_is_closed_to_us():
+    refused = starting._why(PermissionError(13, "Permission denied"), "nope", "./nope", {b"PATH": b"/none"})
+    assert refused.code == 127
+    assert "was not found" in str(refused)
