@@ -85,7 +85,7 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@if ! $(VENV)/bin/python -m pip install --progress-bar off -c constraints.txt -e '.[$*]' 2>&1 \
 	  | tee $(VENV)/install.log \
 	  | awk '/(MB|GB)\)$$/ {print "  " $$2, $$(NF-1), $$NF; fflush()} \
-	         /^Installing collected/ {print "  installing " NF-3 " packages"; fflush()}'; \
+	         /^Installing collected/ && NF > 4 {print "  installing " NF-3 " packages"; fflush()}'; \
 	then \
 	  grep -v '^ ' $(VENV)/install.log | tail -n 20; \
 	  echo 'pip could not install the packages; its last lines are above.' >&2; exit 1; \
