@@ -49,11 +49,14 @@ def record(claim: str, against: str, *, ours: float, theirs: float, unit: str, n
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
     }
-    with open(RESULTS.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = os.open(RESULTS.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # benchmarks may run side by side
         entries = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
         temporary = RESULTS.with_suffix(".new")
         temporary.write_text(json.dumps([*entries, entry], ensure_ascii=False, indent=1) + "\n")
         temporary.replace(RESULTS)
+    finally:
+        os.close(lock)
     print(f"{claim}\n  ours {ours:.4g} {unit}, {against}: {theirs:.4g} {unit}; ratio {ratio:.4g} (n = {n})")
     return ratio
