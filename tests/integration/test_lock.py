@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from deployed import CHECKOUT, HOST, until
 
-from deploy import evidence, lock
+from deploy import evidence, lock, procfs
 from deploy.errors import DeployError
 from deploy.host import HostError
 
@@ -134,6 +134,8 @@ def test_a_client_that_waits_and_is_killed_leaves_no_waiter_that_takes_the_lock(
         assert b"waiting" in client.stdout.readline()
         client.send_signal(signal.SIGKILL)
         client.wait()
+        path = str(lock_file(tmp_path))
+        until(lambda: sum(procfs.has_open(pid, path) for pid in procfs.processes()) == 1)
     until(lambda: free(tmp_path))
 
 

@@ -228,6 +228,23 @@ def test_a_foreign_file_in_the_place_of_the_record_ends_with_a_sentence(place):
     assert "cannot be followed" in following.notes[0]
 
 
+def test_what_is_written_between_the_last_look_and_the_end_is_shown(place, monkeypatch):
+    run = place.run_dir("print('hello')")
+    place.start(run)
+    until(lambda: run.exit() and not run.alive())
+    end = logs.Follower.end
+
+    def late(self, follow):
+        with open(run.log / f"{0:020d}.log", "ab") as file:
+            file.write(b"late\n")
+        return end(self, follow)
+
+    monkeypatch.setattr(logs.Follower, "end", late)
+    sink = Sink()
+    assert logs.follow(HOST, str(run.path), out=sink) == 0
+    assert lines(sink.text()) == ["hello", "late"]
+
+
 # -- by name -----------------------------------------------------------------------------------------------
 
 

@@ -107,7 +107,7 @@ def test_a_run_that_has_ended_owns_no_process_although_its_pids_were_used_again(
     place.start(run)
     until(lambda: run.exit() and not run.alive())
     launch = run.launch()
-    launch.pid = launch.trainer_pid = os.getpid()
+    launch.pid, launch.trainer_pid = os.getpid(), os.getsid(0)
     run.write_launch(launch)
     facts = collect(place)
     assert facts["runs"][0]["processes"] == []
@@ -309,8 +309,8 @@ def test_something_else_on_the_socket_is_no_engine(place, monkeypatch, tmp_path,
     assert engine["error"]
 
 
-def test_an_engine_that_hangs_is_given_up_on(place, monkeypatch, tmp_path):
-    engine = engine_facts(place, monkeypatch, tmp_path, None, client="exec sleep 1000")
+def test_an_engine_that_hangs_is_given_up_on_and_its_client_is_not_asked_too(place, monkeypatch, tmp_path):
+    engine = engine_facts(place, monkeypatch, tmp_path, None, client="echo 27.1.0")
     assert engine["answers"] is False
     assert "does not answer within 2 s" in engine["error"]
 

@@ -244,13 +244,18 @@ def test_a_run_that_is_still_loading_can_be_stopped(place):
     assert "stopped" in outcome.reason
 
 
+# Commands run in the client's own session here, as they would in that of an SSH login.
 CLIENT = """
-import json, sys, time
+import json, subprocess, sys, time
 from deploy import switch
-from deploy.host import Local
-record = switch.start(Local(), json.load(open(sys.argv[1])))
+from deploy.host import Local, Result
+class Login(Local):
+    def _run(self, argv, timeout, env, input):
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True)
+        return Result(done.returncode, done.stdout, done.stderr)
+record = switch.start(Login(), json.load(open(sys.argv[1])))
 print(record, flush=True)
-switch.watch(Local(), record, lambda step: None)
+switch.watch(Login(), record, lambda step: None)
 """
 
 

@@ -35,7 +35,24 @@ def test_colours_stay_and_every_other_control_becomes_visible(data, text):
     assert shown(data) == text
 
 
-@given(st.binary(max_size=200), st.lists(st.integers(1, 20), max_size=40))
+PIECES = [
+    b"\x1b[1;38m",
+    b"\x1b[0m",
+    b"\x1b",
+    b"[",
+    b"]",
+    b"1",
+    b"m",
+    b"J",
+    b"\xc2\x9b",
+    b"\xcf\x84",
+    b"\x07",
+    b"a\n",
+]
+STREAMS = st.lists(st.sampled_from(PIECES), max_size=60).map(b"".join) | st.binary(max_size=200)
+
+
+@given(STREAMS, st.lists(st.integers(1, 20), max_size=40))
 def test_how_the_stream_is_cut_makes_no_difference(data, cuts):
     whole = shown(data)
     parts, rest, neutraliser = b"", data, Neutraliser()
@@ -45,7 +62,7 @@ def test_how_the_stream_is_cut_makes_no_difference(data, cuts):
     assert parts + neutraliser.feed(rest, final=True) == whole.encode()
 
 
-@given(st.binary(max_size=300))
+@given(STREAMS)
 def test_no_escape_but_a_colour_ever_gets_through(data):
     text = shown(data)
     rest = re.sub(r"\x1b\[[0-9;:]*m", "", text)
