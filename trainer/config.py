@@ -110,6 +110,9 @@ class Settings:
     )
     lr: float = flag(6e-4, number(0, positive=True), "peak learning rate", learns=True)
     warmup_ratio: float = flag(0.04, number(0, 1), "part of the steps that warms up", learns=True)
+    optimizer: str = flag(
+        "adamw", one_of("adamw", "muon"), "muon: orthogonal updates of matrices", learns=True
+    )
     weight_decay: float = flag(0.01, number(0), "AdamW's, for matrices", learns=True)
     grad_accum: int = flag(1, integer(1), "micro-batches per optimiser step", learns=True)
     grad_clip: float = flag(1.0, number(0), "largest norm of a gradient; 0: no limit", learns=True)

@@ -37,7 +37,7 @@ from trainer.modeldir import check_weights, read_config
 
 RECIPE_VARIABLE = "DRAFTHOUSE_TOY"
 SPARE_BYTES = 1 << 20  # room that staging leaves in shared memory
-CODE = ("toy_target.py", "speculative.py", "data.py")  # what decides how a toy comes out
+CODE = ("toy_target.py", "optim.py", "speculative.py", "data.py")  # what decides how a toy comes out
 
 Report = Callable[[str], None]
 Prompts = dict[str, list[list[int]]]
@@ -59,8 +59,7 @@ class Recipe:
     batch: int  # windows in a step
     steps: int
     seconds: float  # the schedule ends here on a slow machine
-    matrix_rate: float  # learning rate of Muon, for the matrices
-    rate: float  # of AdamW, for embeddings and norms
+    rate: float  # learning rate
     prompt: int
     completion: int
     documents: int  # completions to train the drafter on
@@ -83,8 +82,7 @@ RECIPES = {
         batch=8,
         steps=300,
         seconds=55,
-        matrix_rate=0.02,
-        rate=4e-3,
+        rate=5e-3,
         prompt=32,
         completion=128,
         documents=512,
@@ -105,8 +103,7 @@ RECIPES = {
         batch=4,
         steps=30,
         seconds=300,
-        matrix_rate=0.02,
-        rate=4e-3,
+        rate=5e-3,
         prompt=16,
         completion=32,
         documents=48,

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.data import Document, write_completions
 from trainer.modeldir import tokenizer_digest
+from trainer.optim import Optimizer
 from trainer.speculative import plain
 from trainer.target import Target
 
@@ -134,45 +135,6 @@ def save(model: Any, tokenizer: Any, home: Path) -> None:
     wrapped.save_pretrained(home)
 
 
-class Muon:
-    """Momentum whose update of each matrix is made orthogonal (Jordan et al. 2024, "Muon").
-
-    Here it learns a text by heart in a fraction of AdamW's steps (docs/experiments.md). Matrices of one shape
-    are updated together: on a model this small, time goes by the number of operations.
-    """
-
-    COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic Newton-Schulz iteration, as published
-    MOMENTUM = 0.95
-
-    def __init__(self, matrices: Sequence[nn.Parameter]) -> None:
-        self.groups: dict[torch.Size, list[nn.Parameter]] = {}
-        for matrix in matrices:
-            self.groups.setdefault(matrix.shape, []).append(matrix)
-        self.momenta = {shape: torch.zeros(len(group), *shape) for shape, group in self.groups.items()}
-
-    @torch.no_grad()
-    def step(self, rate: float) -> None:
-        for shape, group in self.groups.items():
-            gradient = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
-            momentum = self.momenta[shape].lerp_(gradient, 1 - self.MOMENTUM)
-            update = self.orthogonal(gradient.lerp(momentum, self.MOMENTUM))
-            scale = -rate * max(1.0, shape[0] / shape[1]) ** 0.5
-            for matrix, change in zip(group, update, strict=True):
-                matrix.add_(change, alpha=scale)
-
-    @classmethod
-    def orthogonal(cls, x: Tensor) -> Tensor:
-        """The nearest semi-orthogonal matrices of x [n, rows, columns], roughly: singular values about 1."""
-        a, b, c = cls.COEFFICIENTS
-        tall = x.shape[1] > x.shape[2]
-        x = x.mT if tall else x
-        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-        for _ in range(5):
-            square = x @ x.mT
-            x = a * x + (b * square + c * square @ square) @ x
-        return x.mT if tall else x
-
-
 def train(model: Any, stream: Tensor, recipe: Recipe, report: Report) -> tuple[float, int]:
     """Train on random windows of `stream`; returns the loss at the end (mean over about 20 steps) and the
     steps done.
@@ -180,11 +142,7 @@ def train(model: Any, stream: Tensor, recipe: Recipe, report: Report) -> tuple[f
     The schedule is one of steps; on a slow machine it is cut to `recipe.seconds` and still ends with low
     rates.
     """
-    hidden = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    ids = {id(p) for p in hidden}
-    others = [p for p in model.parameters() if id(p) not in ids]
-    muon = Muon(hidden)
-    adam = torch.optim.AdamW(others, lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = Optimizer(model, weight_decay=0.0, kind="muon")
     generator = torch.Generator().manual_seed(recipe.seed)
     began = said = time.monotonic()
     mean, step = float("nan"), 0
@@ -202,13 +160,8 @@ def train(model: Any, stream: Tensor, recipe: Recipe, report: Report) -> tuple[f
         logits = model(input_ids=window[:, :-1]).logits
         loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         factor = min(1.0, (step + 1) / WARMUP) * max(0.02, min(1.0, (1 - done) / DECAY))
-        for group in adam.param_groups:
-            group["lr"] = recipe.rate * factor
-        adam.step()
-        muon.step(recipe.matrix_rate * factor)
-        model.zero_grad()
+        optimizer.step(recipe.rate * factor, divisor=1.0, clip=1.0)
         mean = loss.item() if step == 0 else 0.9 * mean + 0.1 * loss.item()
         step += 1
     report(f"toy target trained: {step} steps in {elapsed:.0f} s, loss {mean:.2f}")

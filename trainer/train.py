@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,10 @@ from trainer.errors import InputError
 from trainer.features import Features
 from trainer.loss import Objective, accepted_tokens
 from trainer.modeldir import default_mask_token, tokenizer_digest
-from trainer.monitor import Interval, Monitor, line, say
+from trainer.monitor import Interval, Monitor, StopSignal, line, say
 from trainer.optim import Optimizer, learning_rate
-from trainer.sinks import MetricsFile, Sink, TensorBoard, Wandb
+from trainer.sinks import Project, Records
+from trainer.status import Request
 from trainer.target import Target
 
 SHM_VARIABLE = "DRAFTHOUSE_SHM"  # where weights lie in memory
@@ -31,26 +30,6 @@ SAVE_FAILED = 1  # exit code if the checkpoint that was asked for could not be w
 
 class Stopped(Exception):
     """TERM or SIGINT came while nothing was left to save."""
-
-
-class StopSignal:
-    """TERM and SIGINT, from the first step on, ask for save-and-exit at the next step boundary.
-
-    Before that there is nothing to save: the signals keep their default action and end the process at once
-    (143 or 130), also in the middle of a long call into C.
-    """
-
-    def __init__(self) -> None:
-        self.came = False
-
-    def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, _frame: Any) -> None:
-        if not self.came:
-            say(f"{signal.Signals(number).name} received: saving at the next step boundary")
-        self.came = True
 
 
 def run(settings: Settings, monitor: Monitor) -> int:
@@ -81,7 +60,7 @@ class Trainer:
         self.monitor = monitor
         self.output = Path(settings.output_dir)
         self.stop = StopSignal()
-        self.sinks: list[Sink] = []
+        self.records = Records()
         self.saved: Path | None = None  # the last checkpoint of this process
         self.device = choose_device(settings.device)
         self.toy_prompts: evaluation.Prompts | None = None  # with the toy target
@@ -108,7 +87,7 @@ class Trainer:
         if settings.init_from_target:
             self.drafter.init_from_target(self.target.model)
         self.drafter.to(self.device)
-        self.optimizer = Optimizer(self.drafter, settings.weight_decay)
+        self.optimizer = Optimizer(self.drafter, settings.weight_decay, settings.optimizer)
         self.objective = Objective(self.target.lm_head)
         self.reader = Reader(
             self.completions,
@@ -151,7 +130,7 @@ class Trainer:
 
     def run(self) -> int:
         self._resume()
-        self._open_sinks()
+        self._open_records()
         parameters = sum(p.numel() for p in self.drafter.parameters())
         say(
             f"drafter {parameters / 1e6:.2f} M parameters, taps {list(self.config.target_layer_ids)} · "
@@ -226,7 +205,7 @@ class Trainer:
         record = interval.summary(rate, self.monitor.memory())
         say(line(self.state.step, self.total, record))
         self.monitor.record(record)
-        self._write(self.state.step, {**record, "epoch": self.state.epoch})
+        self.records.write(self.state.step, {**record, "epoch": self.state.epoch})
 
     # -- stop, save, resume ---------------------------------------------------------------------------
 
@@ -238,11 +217,14 @@ class Trainer:
         if request is None:
             return None
         wrong = self._save()
-        self.monitor.answer(request, wrong or "done")
-        say(f"{request.action} asked for by {request.by or 'somebody'}: {wrong or 'done'}")
+        self._answer(request, wrong)
         if request.action == "checkpoint-and-stop" and wrong is None:
             return 0
         return None
+
+    def _answer(self, request: Request, wrong: str | None) -> None:
+        self.monitor.answer(request, wrong or "done")
+        say(f"{request.action} asked for by {request.by or 'somebody'}: {wrong or 'done'}")
 
     def _save(self) -> str | None:
         """Save a checkpoint; returns what went wrong, which is also said, and does not end the training."""
@@ -258,6 +240,7 @@ class Trainer:
                 self.settings.keep_checkpoints,
             )
         except checkpoint.SaveError as error:
+            self.saved = None
             say(f"warning: {error}")
             self.monitor.phase("training", f"checkpoint failed: {error}")
             return str(error)
@@ -282,6 +265,12 @@ class Trainer:
             raise InputError(
                 f"--resume auto: {found.path} holds another drafter ({_difference(shape, self.config)}); "
                 "use the same settings, or --resume never to start at step 0"
+            )
+        kind = theirs.get("optimizer", "adamw")
+        if kind != ours["optimizer"]:
+            raise InputError(
+                f"--resume auto: {found.path} was trained with --optimizer {kind}; use the same, or "
+                "--resume never to start at step 0"
             )
         changed = [key for key in ours if theirs.get(key) != ours[key]]
         if changed:
@@ -341,43 +330,28 @@ class Trainer:
         self.state.results[when] = evaluation.as_json(rows)
         for text in evaluation.table(rows, f"speculative decoding, block {self.config.block_size}", before):
             say(text)
-        self._write(self.state.step, evaluation.metrics(rows))
+        self.records.write(self.state.step, evaluation.metrics(rows))
         self.monitor.metrics(**evaluation.metrics(rows))
 
     def _evaluation_progress(self, text: str) -> None:
+        if self.saved and self.state.step == self.total and (request := self.monitor.asked()):
+            self._answer(request, None)  # the last checkpoint is already there
+            if request.action == "checkpoint-and-stop":
+                raise Stopped
         if self.stop.came:
             raise Stopped
         self.monitor.report(text)
 
-    def _open_sinks(self) -> None:
+    def _open_records(self) -> None:
+        project, run_id = self.settings.wandb_project, self.monitor.run_id
+        wandb = Project(project, self.settings.wandb_run_name or run_id) if project else None
         run_dir = self.monitor.run_dir
-        if run_dir:
-            self.sinks.append(MetricsFile(run_dir.metrics, self.state.step))
-            self.sinks.append(TensorBoard(run_dir.events, self.state.step))
-            self.monitor.link("tensorboard", str(run_dir.events))
-        if self.settings.wandb_project:
-            home = run_dir.path if run_dir else self.output
-            run_id = self.monitor.run_id
-            name = self.settings.wandb_run_name or run_id
-            wandb = Wandb(self.settings.wandb_project, name, run_id, home, self.state.settings)
-            self.sinks.append(wandb)
-            if wandb.link:
-                say(f"wandb {wandb.link}")
-                self.monitor.link("wandb", wandb.link)
-            else:
-                say(f"wandb is offline: its records are under {home}/wandb")
-
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        for sink in self.sinks:
-            try:
-                sink.write(step, values)
-            except OSError as error:
-                say(f"warning: {type(sink).__name__} could not be written ({error.strerror})")
+        self.records.open(run_dir, run_id, self.state.step, wandb, self.output, self.state.settings)
+        for name, where in self.records.links.items():
+            self.monitor.link(name, where)
 
     def close(self) -> None:
-        for sink in self.sinks:
-            with contextlib.suppress(OSError):
-                sink.close()
+        self.records.close()
 
 
 def _difference(theirs: DrafterConfig, ours: DrafterConfig) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.optim import BETAS, Optimizer, learning_rate
+from trainer.optim import BETAS, Optimizer, learning_rate, orthogonal
 
 
 def model() -> nn.Module:
@@ -95,3 +95,74 @@ def test_the_rate_warms_up_then_falls_to_almost_nothing() -> None:
     assert all(a > b for a, b in pairwise(rates[9:]))
     assert 0 < rates[-1] < 0.001
     assert learning_rate(1, 1, 1.0, 0.0) == pytest.approx(0.5)
+
+
+# -- muon --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
+def test_orthogonal_makes_every_direction_about_equally_strong(shape: tuple[int, int]) -> None:
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)) ** 3
+    before, after = torch.linalg.svdvals(x), torch.linalg.svdvals(orthogonal(x))
+    assert (before.amax(-1) / before.amin(-1)).min() > 4
+    assert after.amax() < 1.3
+    assert after.quantile(0.1) > 0.5
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(5, 7, bias=False), nn.LayerNorm(7), nn.Linear(7, 5, bias=False))
+    made.append(nn.Linear(5, 7, bias=False))  # another of the first one's shape
+    return made
+
+
+def test_muon_updates_each_matrix_by_its_own_momentum_made_orthogonal() -> None:
+    ours, theirs = wide(), wide()
+    optimizer = Optimizer(ours, weight_decay=0.1, kind="muon")
+    momenta = {name: torch.zeros_like(p) for name, p in theirs.named_parameters() if p.dim() == 2}
+    for step in range(3):
+        backward(ours, step)
+        backward(theirs, step)
+        for p in theirs.parameters():
+            p.grad /= 8.0
+        optimizer.step(0.01, divisor=8.0, clip=0.0)
+        with torch.no_grad():
+            for name, p in theirs.named_parameters():
+                if p.dim() == 2:
+                    momenta[name] = 0.95 * momenta[name] + 0.05 * p.grad
+                    update = orthogonal((0.05 * p.grad + 0.95 * momenta[name])[None])[0]
+                    p *= 1 - 0.01 * 0.1
+                    p -= 0.01 * 0.2 * max(p.shape) ** 0.5 * update
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            if mine.dim() == 2:
+                torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4, msg=name)
+            else:  # AdamW's, so that both go on from the same point
+                other.data.copy_(mine.data)
+        theirs.zero_grad()
+
+
+def test_muon_leaves_embeddings_and_vectors_to_adamw() -> None:
+    module = nn.ModuleDict(
+        {"embed": nn.Embedding(6, 4), "norm": nn.LayerNorm(4), "proj": nn.Linear(4, 4, bias=False)}
+    )
+    names = set(Optimizer(module, 0.1, "muon").state())
+    assert "exp_avg_sq.embed.weight" in names
+    assert "exp_avg_sq.norm.bias" in names
+    assert "momentum.proj.weight" in names
+    assert "exp_avg.proj.weight" not in names
+
+
+def test_muon_goes_on_from_its_saved_state_bit_for_bit() -> None:
+    straight, first, second = wide(), wide(), wide()
+    optimizers = [Optimizer(m, 0.1, "muon") for m in (straight, first, second)]
+    for step in range(4):
+        backward(straight, step)
+        optimizers[0].step(0.01, 2.0, 1.0)
+        module, optimizer = (first, optimizers[1]) if step < 2 else (second, optimizers[2])
+        if step == 2:
+            second.load_state_dict(first.state_dict())
+            optimizer.load({name: value.clone() for name, value in optimizers[1].state().items()})
+        backward(module, step)
+        optimizer.step(0.01, 2.0, 1.0)
+    for x, y in zip(straight.parameters(), second.parameters(), strict=True):
+        assert torch.equal(x, y)

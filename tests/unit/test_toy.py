@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,20 +175,12 @@ def test_windows_stay_inside_one_file_and_come_in_an_order_that_the_seed_decides
     assert found != toy_target.starts(streams, 5, torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
-def test_muon_makes_every_direction_of_an_update_about_equally_strong(shape: tuple[int, int]) -> None:
-    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)) ** 3
-    before, after = torch.linalg.svdvals(x), torch.linalg.svdvals(toy_target.Muon.orthogonal(x))
-    assert (before.amax(-1) / before.amin(-1)).min() > 4
-    assert after.amax() < 1.3
-    assert after.quantile(0.1) > 0.5
-
-
 def test_training_ends_with_its_time_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10_000, 3))  # every look at the clock is three seconds later
     monkeypatch.setattr(toy_target.time, "monotonic", lambda: float(next(clock)))
     said: list[str] = []
     model = toy_target.new_model(TINY, TINY.vocab_size)
-    _, steps = toy_target.train(model, torch.arange(300) % 100 + 1, TINY, said.append)
-    assert 1 < steps < TINY.steps
+    slow = dataclasses.replace(TINY, steps=1000, seconds=60)
+    _, steps = toy_target.train(model, torch.arange(300) % 100 + 1, slow, said.append)
+    assert 1 < steps < 30
     assert any(text.startswith("toy target ") and " s of " in text and "loss" in text for text in said)
