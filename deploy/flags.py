@@ -92,6 +92,7 @@ FLAGS: dict[str, Flag] = {
     "max-steps": _COUNT,
     "lr": Flag("float", above=0),
     "warmup-ratio": Flag("float", low=0, below=1),
+    "optimizer": Flag("text", choices=("adamw", "muon")),
     "weight-decay": Flag("float", low=0),
     "grad-accum": _COUNT,
     "grad-clip": Flag("float", low=0),
