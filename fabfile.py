@@ -102,11 +102,18 @@ def show(value: Any) -> int:
     return 0
 
 
-def follow(goal: Any, path: str, *, lines: int | None = None, name: str | None = None) -> int:
-    """Follow a log to the end of its run. Ctrl-C ends the following, never the run."""
+def follow(
+    goal: Any, path: str, *, lines: int | None = None, name: str | None = None, onward: str | None = None
+) -> int:
+    """Follow a log to the end of its run; with `onward` (the state root), on to the next runs of `name`.
+
+    Ctrl-C ends the following, never the run.
+    """
     from deploy import logs
 
     try:
+        if name and onward:
+            return logs.follow_name(goal.host, onward, name, lines=lines, out=sys.stdout.buffer) or 0
         return logs.follow(goal.host, path, lines=lines, out=sys.stdout.buffer) or 0
     except KeyboardInterrupt:
         which = f" --name {name}" if name else ""
@@ -320,11 +327,13 @@ def tail(
     goal = actions.target(host, ROOT)
     if run_id is None:
         name = actions.name_of(goal, run, name)
-    path = actions.run_path(goal.facts(), goal.settings.name, name or "", run_id)
+    facts = goal.facts()
+    path = actions.run_path(facts, goal.settings.name, name or "", run_id)
     if no_follow:
         logs.follow(goal.host, path, lines=past, out=sys.stdout.buffer, follow=False)
         return None
-    return follow(goal, path, lines=past, name=name)
+    onward = facts["state"]["root"] if run_id is None else None
+    return follow(goal, path, lines=past, name=name, onward=onward)
 
 
 @menu()

@@ -226,6 +226,37 @@ def test_ctrl_c_ends_the_following_and_the_run_goes_on(fab: Fab) -> None:
     assert fab.ok("tail", "--run-id", "0001-demo", "--lines", "1", "--no-follow").startswith("line ")
 
 
+@pytest.mark.slow
+def test_tail_goes_on_with_the_next_run_after_a_restart_and_ends_with_the_last_ones_exit_code(
+    fab: Fab,
+) -> None:
+    """CASES 11. Never a line of the old run below the banner of the new one."""
+    fab.ok("deploy", "--no-follow")
+    tail = subprocess.Popen(
+        [*FAB, "tail"],
+        cwd=fab.root,
+        env=fab.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert tail.stdout is not None
+    until(lambda: tail.stdout.readline().startswith("line "))
+    fab.ok("restart", "--no-follow", "--set", "environment.GREETING=again")
+    seen = []
+    until(
+        lambda: seen.append(tail.stdout.readline()) or (seen[-1] == "line 3\n" and "greeting again\n" in seen)
+    )
+    fab.ok("stop")
+    rest, errors = tail.communicate(timeout=60)
+    assert tail.returncode == 143
+    assert "── 0001-demo stopped with exit code 143 · 0002-demo follows" in errors
+    text = "".join(seen) + rest
+    below = text[text.index("── drafthouse run 0002-demo") :].splitlines()
+    assert below[1] == "greeting again"
+    assert [line for line in below if line.startswith("line ")][:3] == ["line 0", "line 1", "line 2"]
+
+
 def test_a_command_that_fails_at_once_is_not_called_running(fab: Fab) -> None:
     fab.file("command: [sh, -c, 'echo broken; exit 7']\nrestart: {attempts: 0}")
     done = fab.run("deploy")
