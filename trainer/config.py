@@ -251,7 +251,12 @@ def read_file(path: str) -> dict[str, Any]:
     mapping = value.get("trainer") if isinstance(value, dict) else None
     if not isinstance(mapping, dict):
         raise InputError(f"--config {path}: has no `trainer:` mapping with flags")
-    found = {}
+    # The run's file names weights and data once, for deploy/ too.
+    found = {
+        name: str(value[key])
+        for key, name in (("weights", "target_model"), ("data", "data_dir"))
+        if value.get(key) and not (key == "data" and value[key] == "toy")
+    }
     for key, item in mapping.items():
         name = str(key).replace("-", "_")
         if name not in FIELDS:

@@ -184,3 +184,33 @@ def test_training_ends_with_its_time_on_a_slow_machine(monkeypatch: pytest.Monke
     _, steps = toy_target.train(model, torch.arange(300) % 100 + 1, slow, said.append)
     assert 1 < steps < 30
     assert any(text.startswith("toy target ") and " s of " in text and "loss" in text for text in said)
+
+
+# -- the demo's file ---------------------------------------------------------------------------------------
+
+
+def test_the_demo_is_a_file_that_the_trainer_takes_as_it_is() -> None:
+    from trainer import config
+
+    path = Path(toy.__file__).parent.parent / "runs/demo.yaml"
+    settings = config.parse(["--config", str(path)]).settings
+    recipe = toy.RECIPES["demo"]
+    assert settings.target_model == "toy"
+    assert settings.data_dir is None, "the toy brings its own"
+    assert settings.max_steps, "it ends by itself"
+    assert settings.max_seq_len >= recipe.prompt + recipe.completion, "no completion is cut"
+    assert settings.target_layer_ids
+    assert max(settings.target_layer_ids) < recipe.layers - 1, "the last layer is never tapped"
+    assert recipe.evaluation_prompts >= settings.eval_prompts
+    steps_of_an_epoch = -(-recipe.documents // settings.max_batch_size)
+    assert settings.epochs * steps_of_an_epoch >= settings.max_steps
+
+
+def test_weights_and_data_of_a_runs_file_are_the_trainers_target_and_data(tmp_path: Path) -> None:
+    from trainer import config
+
+    file = tmp_path / "run.yaml"
+    file.write_text("name: x\nweights: /models/a\ndata: /data/b\ntrainer: {lr: 0.1}\n")
+    settings = config.parse(["--config", str(file)]).settings
+    assert (settings.target_model, settings.data_dir, settings.lr) == ("/models/a", "/data/b", 0.1)
+    assert config.parse(["--config", str(file), "--target-model", "toy"]).settings.target_model == "toy"
