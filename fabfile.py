@@ -102,24 +102,21 @@ def show(value: Any) -> int:
     return 0
 
 
-def follow(
-    goal: Any, path: str, *, lines: int | None = None, name: str | None = None, onward: str | None = None
-) -> int:
-    """Follow a log to the end of its run; with `onward` (the state root), on to the next runs of `name`.
-
-    Ctrl-C ends the following, never the run.
-    """
+def follow(goal: Any, name: str, *, state: str, lines: int | None = None, run_path: str | None = None) -> int:
+    """Follow the log of a name from run to run, or of one run, to the end. Ctrl-C never ends the run."""
     from deploy import logs
 
     try:
-        if name and onward:
-            return logs.follow_name(goal.host, onward, name, lines=lines, out=sys.stdout.buffer) or 0
-        return logs.follow(goal.host, path, lines=lines, out=sys.stdout.buffer) or 0
+        if run_path is not None:
+            code = logs.follow(goal.host, run_path, lines=lines, out=sys.stdout.buffer)
+        else:
+            code = logs.follow_name(goal.host, state, name, lines=lines, out=sys.stdout.buffer)
     except KeyboardInterrupt:
-        which = f" --name {name}" if name else ""
         raise Exit(
-            f"\nthe run goes on; fab tail{which} follows it again, fab stop{which} ends it", code=INTERRUPTED
+            f"\nthe run goes on; fab tail --name {name} follows it again, fab stop --name {name} ends it",
+            code=INTERRUPTED,
         ) from None
+    return code or 0
 
 
 def watch(goal: Any, record: str) -> Any:
@@ -284,7 +281,7 @@ def carry_out(
     if not made.acts:
         if json:
             return show({"plan": made.to_json(), "run_id": made.stop.run_id})
-        return None if no_follow else follow(goal, made.stop.path, lines=20, name=made.name)
+        return None if no_follow else follow(goal, made.name, state=made.layout.state, lines=20)
     path, record = execute.start(made, goal.host, work, say, whole("--lock-wait", lock_wait))
     outcome = watch(goal, record)
     if json:
@@ -295,7 +292,7 @@ def carry_out(
     say(f"{Path(path).name} {'has ' + end['reason'] + ' already' if end else 'is running'}")
     if end and (no_follow or json):
         return int(end["code"])
-    return None if no_follow or json else follow(goal, path, name=made.name)
+    return None if no_follow or json else follow(goal, made.name, state=made.layout.state)
 
 
 def failed(outcome: Any, made: Any) -> int:
@@ -325,15 +322,13 @@ def tail(
 
     past = whole("--lines", lines)
     goal = actions.target(host, ROOT)
-    if run_id is None:
-        name = actions.name_of(goal, run, name)
     facts = goal.facts()
-    path = actions.run_path(facts, goal.settings.name, name or "", run_id)
+    name = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
+    path = actions.run_path(facts, goal.settings.name, name, run_id)
     if no_follow:
         logs.follow(goal.host, path, lines=past, out=sys.stdout.buffer, follow=False)
         return None
-    onward = facts["state"]["root"] if run_id is None else None
-    return follow(goal, path, lines=past, name=name, onward=onward)
+    return follow(goal, name, state=facts["state"]["root"], lines=past, run_path=path if run_id else None)
 
 
 @menu()

@@ -64,6 +64,14 @@ def name_of(goal: Target, run: str | None, name: str | None) -> str:
     return recipe(goal, run, None).settings.name
 
 
+def name_of_run(run_id: str) -> str:
+    """``demo`` of ``0007-demo``."""
+    try:
+        return status.split_run_id(run_id)[1]
+    except ValueError as error:
+        raise DeployError(f"--run-id {error}", code=USAGE) from None
+
+
 # -- deploy, restart, stop ---------------------------------------------------------------------------------
 
 

@@ -138,7 +138,7 @@ def plan(
 ) -> Weights:
     """What has to happen so that `source` is in shared memory. Reads; hashes only what is new or changed.
 
-    Without `read` what would have to be hashed is called changed: that takes a minute for 50 GB. `source` must
+    Without `read` what would have to be hashed is called changed, since 50 GB take a minute. `source` must
     have passed `check_model_dir`.
     """
     files = list(_files(source))
