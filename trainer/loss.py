@@ -34,9 +34,10 @@ class Objective:
     def __init__(self, lm_head: Tensor, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.lm_head = lm_head
         vocabulary = lm_head.shape[0]
-        self.chunk_rows = max(32, chunk_bytes // (vocabulary * lm_head.element_size()))
+        precise = torch.promote_types(lm_head.dtype, torch.float32)  # a softmax in bfloat16 is worth nothing
+        self.chunk_rows = max(32, chunk_bytes // (vocabulary * precise.itemsize))
         # Allocated once: a fresh buffer of this size costs its page faults at every step.
-        self._workspace = lm_head.new_empty(self.chunk_rows, vocabulary)
+        self._workspace = lm_head.new_empty(self.chunk_rows, vocabulary, dtype=precise)
 
     def __call__(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Visit:
         """hidden [M, H], labels [M], weights [M]: only rows that count; drop those of weight zero before."""
@@ -56,7 +57,10 @@ class _OneVisit(torch.autograd.Function):
         for start in range(0, rows, workspace.shape[0]):
             part = slice(start, min(start + workspace.shape[0], rows))
             logits = workspace[: part.stop - part.start]
-            torch.mm(hidden[part].to(lm_head.dtype), lm_head.T, out=logits)
+            if hidden.dtype == lm_head.dtype == logits.dtype:
+                torch.mm(hidden[part], lm_head.T, out=logits)
+            else:
+                logits.copy_(hidden[part].to(lm_head.dtype) @ lm_head.T)
             label = labels[part, None]
             of_label = logits.gather(1, label)[:, 0]
             largest = logits.amax(-1)
@@ -67,7 +71,7 @@ class _OneVisit(torch.autograd.Function):
             if gradient is not None:  # d CE / d logits = p - onehot(label)
                 p.scatter_add_(1, label, p.new_full((1, 1), -1.0).expand(label.shape))
                 p.mul_(weights[part, None].to(p.dtype))
-                gradient[part] = torch.mm(p, lm_head)
+                gradient[part] = p.to(lm_head.dtype) @ lm_head
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(correct)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import os
 import resource
+import signal
 import statistics
 import threading
 import time
@@ -29,6 +30,26 @@ PARTS = ("data", "target", "forward", "objective", "backward", "optimizer")  # o
 def say(text: str) -> None:
     """One line on stdout, at once."""
     print(text, flush=True)
+
+
+class StopSignal:
+    """TERM and SIGINT, from the first step on, ask for save-and-exit at the next step boundary.
+
+    Before that there is nothing to save: the signals keep their default action and end the process at once
+    (143 or 130), also in the middle of a long call into C.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        if not self.came:
+            say(f"{signal.Signals(number).name} received: saving at the next step boundary")
+        self.came = True
 
 
 @dataclass

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import InputError
+from trainer.monitor import say
+from trainer.status import RunDir
 
 
 class Sink(Protocol):
@@ -102,13 +106,72 @@ class Wandb:
             config=settings,
             settings=wandb.Settings(silent=True, console="off"),
         )
-        self.link: str | None = self._run.url  # None while offline
+        # wandb warns when an offline run is asked for its address.
+        online = os.environ.get("WANDB_MODE", "online") == "online"
+        self.link: str | None = self._run.url if online else None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log(_flat(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+@dataclass(frozen=True)
+class Project:
+    """Where in Weights & Biases a run is logged."""
+
+    name: str
+    run_name: str
+
+
+class Records:
+    """All the sinks of a run. One that cannot be written is said and passed over: training is worth more."""
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+        self.links: dict[str, str] = {}
+
+    def open(
+        self,
+        run_dir: RunDir | None,
+        run_id: str,
+        resumed_at: int,
+        project: Project | None,
+        fallback: Path,
+        settings: dict[str, Any],
+    ) -> None:
+        """Open what this run writes to; W&B's own files go to `fallback` if there is no run directory.
+
+        Raises InputError if W&B is asked for and not installed.
+        """
+        if run_dir:
+            self._sinks.append(MetricsFile(run_dir.metrics, resumed_at))
+            self._sinks.append(TensorBoard(run_dir.events, resumed_at))
+            self.links["tensorboard"] = str(run_dir.events)
+        if project:
+            home = run_dir.path if run_dir else fallback
+            wandb = Wandb(project.name, project.run_name, run_id, home, settings)
+            self._sinks.append(wandb)
+            if wandb.link:
+                self.links["wandb"] = wandb.link
+            say(
+                f"wandb {wandb.link}"
+                if wandb.link
+                else f"wandb is offline: its records are under {home}/wandb"
+            )
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            try:
+                sink.write(step, values)
+            except OSError as error:
+                say(f"warning: {type(sink).__name__} could not be written ({error.strerror})")
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            with contextlib.suppress(OSError):
+                sink.close()
 
 
 def _netrc_has_wandb() -> bool:

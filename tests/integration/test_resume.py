@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from safetensors.torch import load_file
 
 from trainer import checkpoint
 from trainer.__main__ import main
-from trainer.train import StopSignal, Trainer
+from trainer.monitor import StopSignal
+from trainer.status import RunDir
+from trainer.train import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -63,33 +66,54 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int, how: str) -> None:
     monkeypatch.setattr(Trainer, "_step", counted)
 
 
-@pytest.mark.parametrize("how", ["signal", "request"])
+CHANGES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "two micro-batches a step": {"grad_accum": 2, "epochs": 4},
+    "kept features": {"cache_features": True},
+    "few anchors": {"init_from_target": True, "max_anchors": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def unbroken(model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The output directory of ten steps that nothing interrupted; each kind of run is made once."""
+
+    @functools.cache
+    def made(changes: str) -> Path:
+        output = tmp_path_factory.mktemp("whole")
+        assert main(tiny.flags(*model, output, **CHANGES[changes])) == 0
+        return output
+
+    return made
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("how", "stop", "changes"),  # an epoch has 5 micro-batches: stops inside, at and beyond its end
     [
-        {},
-        {"grad_accum": 2, "epochs": 4},
-        {"cache_features": True},
-        {"init_from_target": True, "max_anchors": 7},
+        ("signal", 1, "plain"),
+        ("request", 4, "plain"),
+        ("signal", 5, "plain"),
+        ("request", 7, "two micro-batches a step"),
+        ("signal", 2, "two micro-batches a step"),
+        ("signal", 7, "kept features"),
+        ("request", 3, "few anchors"),
     ],
-    ids=["plain", "two micro-batches a step", "kept features", "few anchors"],
 )
-@pytest.mark.parametrize("stop", [1, 4, 7])  # an epoch has 5 micro-batches: inside, beside and beyond its end
 def test_k_steps_and_the_rest_after_a_resume_give_the_bits_of_all_steps_at_once(
     model: tuple[Path, Path],
+    unbroken: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     how: str,
-    changes: dict[str, object],
     stop: int,
+    changes: str,
 ) -> None:
-    assert main(tiny.flags(*model, tmp_path / "whole", **changes)) == 0
-    whole = state(tmp_path / "whole")
+    whole = state(unbroken(changes))
     assert whole["step"] == 10
     runs = [tmp_path / name for name in ("0001-x", "0002-x")]
     for run in runs:
         run.mkdir()
-    flags = tiny.flags(*model, tmp_path / "parts", **changes)
+    flags = tiny.flags(*model, tmp_path / "parts", **CHANGES[changes])
     with monkeypatch.context() as patched:
         stop_after(patched, stop, how)
         assert main([*flags, "--run-dir", str(runs[0])]) == 0
@@ -103,7 +127,15 @@ def test_k_steps_and_the_rest_after_a_resume_give_the_bits_of_all_steps_at_once(
     assert {k: parts[k] for k in ("step", "micro_batch", "epoch", "rng")} == {
         k: whole[k] for k in ("step", "micro_batch", "epoch", "rng")
     }
-    assert same(latest(tmp_path / "whole"), latest(tmp_path / "parts"))
+    assert same(latest(unbroken(changes)), latest(tmp_path / "parts"))
+
+
+def test_a_target_in_bfloat16_trains(
+    model: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(tiny.flags(*model, tmp_path / "out", dtype="bfloat16", cache_features=True)) == 0
+    assert "step 10/10" in capsys.readouterr().out
+    assert all(value.dtype == torch.float32 for value in latest(tmp_path / "out").values())
 
 
 def test_another_seed_gives_other_weights(model: tuple[Path, Path], tmp_path: Path) -> None:
@@ -159,7 +191,7 @@ def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(
     said = capsys.readouterr().out
     assert "step-00000005 is damaged and passed over" in said
     assert "at step 3" in said
-    assert same(latest(tmp_path / "whole"), latest(tmp_path / "parts"))
+    assert same(latest(unbroken("plain")), latest(tmp_path / "parts"))
 
 
 def test_a_checkpoint_of_another_shape_is_refused_and_never_starts_over_it(
@@ -240,3 +272,31 @@ def test_a_stop_in_the_last_evaluation_loses_no_training(
     assert "at step 10" in capsys.readouterr().out
     assert state(tmp_path / "out")["finished"]
     assert set(state(tmp_path / "out")["results"]) == {"before", "after"}
+
+
+def test_a_request_in_the_last_evaluation_is_answered_too(
+    model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "0001-x").mkdir()
+    flags = [
+        *tiny.flags(*model, tmp_path / "out", eval_prompts=1, eval_tokens=4),
+        "--run-dir",
+        str(tmp_path / "0001-x"),
+    ]
+    run_dir = RunDir(tmp_path / "0001-x")
+    evaluate: Callable[..., None] = Trainer._evaluate
+
+    def asked(self: Trainer, when: str) -> None:
+        if when == "after":
+            first = run_dir.ask("checkpoint", by="test")
+            self._evaluation_progress("decoding")
+            assert (self.monitor.heartbeat.answered or {})["id"] == first.id
+            run_dir.ask("checkpoint-and-stop", by="test")
+            self._evaluation_progress("decoding")
+        evaluate(self, when)
+
+    monkeypatch.setattr(Trainer, "_evaluate", asked)
+    assert main(flags) == 0
+    answered = run_dir.heartbeats()[0].answered or {}
+    assert (answered["action"], answered["outcome"]) == ("checkpoint-and-stop", "done")
+    assert not state(tmp_path / "out")["finished"]

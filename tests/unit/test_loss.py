@@ -47,6 +47,19 @@ def test_logits_of_any_size_give_a_finite_loss() -> None:
     torch.testing.assert_close(visit.loss, plain)
 
 
+def test_a_head_in_bfloat16_still_has_its_softmax_in_float32() -> None:
+    hidden, head, labels, weights = problem(torch.float32)
+    head = head.bfloat16()
+    visit = Objective(head)(hidden, labels, weights)
+    logits = (hidden.bfloat16() @ head.T).float()
+    plain = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    assert visit.loss.dtype == torch.float32
+    torch.testing.assert_close(visit.loss, plain, rtol=1e-6, atol=1e-6)
+    (closed,) = torch.autograd.grad(visit.loss, hidden)
+    expected = (logits.softmax(-1) - F.one_hot(labels, V)) * weights[:, None] @ head.float()
+    torch.testing.assert_close(closed, expected, rtol=0.02, atol=0.02)
+
+
 class VocabularyProducts(TorchDispatchMode):
     """Counts rows that go through a product with the vocabulary."""
 
