@@ -22,7 +22,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 HOST = Local()
 
 # A trainer that does what the run directory's contract asks for, and nothing else: heartbeats with a step
-# every 20 ms, answers to requests (after SAVE_SECONDS), TERM leads to save-and-exit. It notes both in SAVES.
+# every 20 ms, answers to requests, TERM leads to save-and-exit. It notes both in the file SAVES, if that is
+# set, and a checkpoint takes until the file GATE is there, if that is set.
 TRAINER = """
 import os, signal, sys, time
 from trainer.status import Heartbeat, RunDir
@@ -31,14 +32,15 @@ attempt = int(os.environ["DRAFTHOUSE_ATTEMPT"])
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 beat = Heartbeat(pid=os.getpid(), attempt=attempt, phase="training", phase_since=time.time(), total=100000)
-mark = os.environ.get("SAVES")
+mark, gate = os.environ.get("SAVES"), os.environ.get("GATE")
 while not stop:
     beat.step += 1
     beat.sequence += 1
     beat.time = beat.last_step_time = time.time()
     request = run.request()
     if request and (beat.answered or {}).get("id") != request.id:
-        time.sleep(float(os.environ.get("SAVE_SECONDS", "0")))
+        while gate and not os.path.exists(gate):
+            time.sleep(0.01)
         if mark:
             open(mark, "a").write("checkpoint %d\\n" % beat.step)
         beat.last_checkpoint = {"path": "x", "step": beat.step, "time": time.time()}
@@ -126,7 +128,15 @@ class Place:
         }
 
     def end_all(self) -> None:
-        """Kill what still runs here. A process counts if it holds a run's lock, or carries its directory."""
+        """Kill what still runs here: first the switches, which would start the next run, then the runs.
+
+        A process counts if it holds a lock of this place, or carries a run's directory in its environment.
+        """
+        for lock in self.root.glob("names/*/switch.lock"):
+            for pid in procfs.processes():
+                if procfs.has_open(pid, str(lock)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
         for run in status.list_runs(self.root / "runs"):
             deadline = time.monotonic() + 30
             while run.alive() and time.monotonic() < deadline:

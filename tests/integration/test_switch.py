@@ -83,7 +83,7 @@ def test_the_first_run_of_a_name_starts_and_each_step_is_told(place):
 
 def test_the_old_run_saves_before_any_signal_and_ends_before_the_new_one_starts(place, tmp_path):
     saves = tmp_path / "saves"
-    old = running(place, environment={"SAVES": str(saves), "SAVE_SECONDS": "0.5"})
+    old = running(place, environment={"SAVES": str(saves)})
     place.release("bbbbbbbbbbbb")
     (place.root / "names" / "demo" / "current").symlink_to("releases/aaaaaaaaaaaa")
     new = place.run_dir()
@@ -227,11 +227,12 @@ def test_a_switch_that_was_planned_without_a_run_in_progress_refuses_to_start_a_
 
 
 def test_two_switches_of_one_name_exclude_each_other_and_the_second_learns_whose_is_the_first(place):
-    old = running(place, environment={"SAVE_SECONDS": "1"})
-    switch.start(HOST, place.spec(None, old))
+    old = running(place, environment={"GATE": str(place.root / "gate")})
+    record = switch.start(HOST, place.spec(None, old))
     with pytest.raises(DeployError, match=r"another stop \(by ada@desk\) of demo is under way"):
         switch.start(HOST, place.spec(place.run_dir(), old))
-    until(lambda: old.exit() and not old.alive())
+    (place.root / "gate").write_text("")
+    assert switch.watch(HOST, record, lambda step: None).word == "done"
 
 
 def test_a_run_that_is_still_loading_can_be_stopped(place):
@@ -261,7 +262,7 @@ switch.watch(Login(), record, lambda step: None)
 
 def test_a_client_that_is_killed_changes_nothing_and_the_next_one_sees_it_all(place, tmp_path):
     """CASES 2 and 3: the whole session of the client goes away, with its terminal."""
-    old = running(place, environment={"SAVE_SECONDS": "2"})
+    old = running(place, environment={"GATE": str(tmp_path / "gate")})
     new = place.run_dir()
     (tmp_path / "spec.json").write_text(json.dumps(place.spec(new, old)))
     client = subprocess.Popen(
@@ -276,6 +277,7 @@ def test_a_client_that_is_killed_changes_nothing_and_the_next_one_sees_it_all(pl
     os.killpg(client.pid, signal.SIGKILL)
     client.wait()
     assert json.loads(HOST.read(record))["outcome"] == "running"
+    (tmp_path / "gate").write_text("")
     seen = []
     outcome = switch.watch(HOST, str(new.path), seen.append)
     assert outcome.word == "done", outcome
@@ -290,7 +292,7 @@ def test_a_client_that_is_killed_changes_nothing_and_the_next_one_sees_it_all(pl
 
 
 def test_the_start_returns_while_the_old_run_still_saves(place):
-    old = running(place, environment={"SAVE_SECONDS": "1000"})
+    old = running(place, environment={"GATE": str(place.root / "gate")})
     record = switch.start(HOST, place.spec(None, old))
     until(lambda: json.loads(HOST.read(record))["steps"])
     value = json.loads(HOST.read(record))
@@ -299,7 +301,7 @@ def test_the_start_returns_while_the_old_run_still_saves(place):
 
 
 def test_a_switch_whose_process_is_gone_is_reported_as_interrupted(place):
-    old = running(place, environment={"SAVE_SECONDS": "1000"})
+    old = running(place, environment={"GATE": str(place.root / "gate")})
     record = switch.start(HOST, place.spec(None, old))
     job = json.loads(HOST.read(record))["job"]["pid"]
     until(lambda: json.loads(HOST.read(record))["steps"])
