@@ -29,7 +29,7 @@ class Stop:
     run_id: str
     path: str
     doing: str  # its verdict, for people
-    heartbeats: bool
+    asks: bool  # whether a checkpoint is asked for: there are heartbeats, and a step was taken
     checkpoint_timeout_seconds: float
     grace_seconds: float
 
@@ -142,7 +142,7 @@ def _stop_rows(plan: Plan) -> list[tuple[str, str]]:
     if stop is None:
         return []
     signals = f"SIGTERM, SIGKILL {stop.grace_seconds:g} s later"
-    if not stop.heartbeats:
+    if not stop.asks:
         return [
             ("stop", f"{stop.run_id} ({stop.doing}): {signals}"),
             (
@@ -309,7 +309,7 @@ def stop_of(live: Mapping[str, Any], facts: Mapping[str, Any], checkpoint_timeou
         live["run_id"],
         live["path"],
         f"{word.word}: {word.reason}" if word.reason else word.word,
-        bool(live["heartbeats"]),
+        any(beat.get("step") for beat in live["heartbeats"].values()),  # at step 0 there is nothing to save
         checkpoint_timeout,
         float((live["run"] or {}).get("grace_seconds", 60.0)),
     )
