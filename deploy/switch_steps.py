@@ -89,6 +89,8 @@ class Switch:
             return "skipped", "no run is in progress"
         began = time.monotonic()
         words = "SIGTERM"
+        with contextlib.suppress(OSError):  # a full disk must not keep a run from being stopped
+            old.ask("stop", self.spec["by"])
         self.signal_launch(old, signal.SIGTERM)
         patience = self.spec["grace_seconds"] + KILL_MARGIN
         if not wait(lambda: not old.alive(), patience):

@@ -340,8 +340,9 @@ class Keeper:
             return
         if request is None:
             return
-        if request.action == "checkpoint-and-stop" and self.state.stopping is None:
-            self.state.stopping = request.by or "request"  # the trainer itself carries it out
+        if request.action in ("checkpoint-and-stop", "stop") and self.state.stopping is None:
+            # Carried out by the trainer itself, or by the signal that follows.
+            self.state.stopping = request.by or "request"
             self._save()
         elif request.action == "dump-stacks":
             outcome = dump_stacks(self._family.members(), self._heartbeats(), self.state.attempt)

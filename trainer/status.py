@@ -39,7 +39,8 @@ RUN_DIR_VARIABLE = "DRAFTHOUSE_RUN_DIR"
 ATTEMPT_VARIABLE = "DRAFTHOUSE_ATTEMPT"
 
 PHASES = ("starting", "loading", "compiling", "training", "checkpointing", "finishing")
-ACTIONS = ("checkpoint", "checkpoint-and-stop", "dump-stacks")
+# `stop` asks nothing: it says who sends the SIGTERM that follows, since a signal has no name on it.
+ACTIONS = ("checkpoint", "checkpoint-and-stop", "dump-stacks", "stop")
 REASONS = ("finished", "stopped", "failed")
 
 _RUN_ID = re.compile(r"^(\d{4,})-([A-Za-z0-9][A-Za-z0-9._-]*)$")
