@@ -70,7 +70,7 @@ class Recipe:
 
 RECIPES = {
     "demo": Recipe(
-        known_bytes=20_000,
+        known_bytes=32_000,
         held_out_files=24,
         vocab_size=1024,
         hidden_size=128,
@@ -80,7 +80,7 @@ RECIPES = {
         intermediate_size=384,
         sequence=160,
         batch=8,
-        steps=240,
+        steps=280,
         seconds=55,
         rate=5e-3,
         prompt=32,
