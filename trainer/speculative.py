@@ -31,9 +31,7 @@ class Decoded:
 
     tokens: list[int]  # prompt and continuation
     prompt: int  # tokens of the prompt
-    cycles: list[int] = field(
-        default_factory=list
-    )  # tokens that each cycle added (the prefill adds the first)
+    cycles: list[int] = field(default_factory=list)  # tokens that each cycle added; the prefill adds one
 
     @property
     def continuation(self) -> list[int]:
@@ -106,9 +104,8 @@ class CachedTarget:
                 f"{type(self.target.model).__name__} has a recurrent state that cannot be rolled back, so "
                 "it cannot verify a guess here; leave the evaluation out (--eval-prompts 0)"
             )
-        self.cache.crop(
-            -count
-        )  # negative: how many to remove (a positive length is refused by transformers 5)
+        # Negative: how many to remove. Transformers refuses a positive count, once the length to keep.
+        self.cache.crop(-count)
 
 
 @torch.no_grad()

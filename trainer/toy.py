@@ -26,6 +26,7 @@ import os
 import shutil
 import sysconfig
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from trainer.errors import InputError, nearest
 from trainer.modeldir import check_weights, read_config
 
 RECIPE_VARIABLE = "DRAFTHOUSE_TOY"
+TABLE = 0.3  # a file that compresses better than this is a table: its text repeats itself
 SPARE_BYTES = 1 << 20  # room that staging leaves in shared memory
 CODE = ("toy_target.py", "optim.py", "speculative.py", "data.py")  # what decides how a toy comes out
 
@@ -70,7 +72,7 @@ class Recipe:
 
 RECIPES = {
     "demo": Recipe(
-        known_bytes=32_000,
+        known_bytes=28_000,
         held_out_files=24,
         vocab_size=1024,
         hidden_size=128,
@@ -80,7 +82,7 @@ RECIPES = {
         intermediate_size=384,
         sequence=160,
         batch=8,
-        steps=280,
+        steps=260,
         seconds=55,
         rate=5e-3,
         prompt=32,
@@ -193,8 +195,9 @@ def read_text(recipe: Recipe, library: Path | None = None) -> Text:
     room = recipe.known_bytes
     for path in files:
         text = path.read_text(encoding="utf-8", errors="replace")
-        size = len(text.encode())
-        if not 3_000 <= size <= 30_000:
+        raw = text.encode()
+        size = len(raw)
+        if not 3_000 <= size <= 30_000 or len(zlib.compress(raw)) < TABLE * size:
             continue
         if size <= room:
             known.append(text)

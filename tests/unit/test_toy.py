@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
+import string
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,7 @@ TINY = toy.RECIPES["tiny"]
 def library(path: Path, sizes: dict[str, int]) -> Path:
     path.mkdir()
     for name, size in sizes.items():
-        (path / name).write_text("x = 1\n" * (size // 6))
+        (path / name).write_text("".join(random.Random(name).choices(string.printable, k=size)))
     return path
 
 
@@ -44,6 +46,13 @@ def test_the_choice_of_files_does_not_depend_on_what_else_is_there(tmp_path: Pat
     few = toy.read_text(TINY, library(tmp_path / "few", files))
     more = toy.read_text(TINY, library(tmp_path / "more", {**files, "small.py": 60, "large.py": 90_000}))
     assert few == more
+
+
+def test_files_that_repeat_themselves_are_left_out(tmp_path: Path) -> None:
+    place = library(tmp_path / "lib", {f"m{i}.py": 3600 for i in range(12)})
+    before = toy.read_text(TINY, place)
+    (place / "table.py").write_text("def_op('NOP', 9)\n" * 300)
+    assert toy.read_text(TINY, place) == before
 
 
 def test_a_python_without_sources_is_told_in_one_sentence(tmp_path: Path) -> None:
