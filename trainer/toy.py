@@ -37,7 +37,7 @@ from trainer.errors import InputError, nearest
 from trainer.modeldir import check_weights, read_config
 
 RECIPE_VARIABLE = "DRAFTHOUSE_TOY"
-TABLE = 0.3  # a file that compresses better than this is a table: its text repeats itself
+REPETITIVE = 0.3  # a file that compresses better than this is a table or boilerplate
 SPARE_BYTES = 1 << 20  # room that staging leaves in shared memory
 CODE = ("toy_target.py", "optim.py", "speculative.py", "data.py")  # what decides how a toy comes out
 
@@ -82,7 +82,7 @@ RECIPES = {
         intermediate_size=384,
         sequence=160,
         batch=8,
-        steps=260,
+        steps=220,
         seconds=55,
         rate=5e-3,
         prompt=32,
@@ -197,7 +197,7 @@ def read_text(recipe: Recipe, library: Path | None = None) -> Text:
         text = path.read_text(encoding="utf-8", errors="replace")
         raw = text.encode()
         size = len(raw)
-        if not 3_000 <= size <= 30_000 or len(zlib.compress(raw)) < TABLE * size:
+        if not 3_000 <= size <= 30_000 or len(zlib.compress(raw)) < REPETITIVE * size:
             continue
         if size <= room:
             known.append(text)
