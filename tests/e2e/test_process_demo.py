@@ -155,7 +155,9 @@ def test_the_demo_outlives_ctrl_c_and_goes_on_where_it_was(project: Project) -> 
     assert "the run goes on" in "\n".join(first.seen)
     assert project.run("0001-demo").alive()
 
-    assert "training" in project.text("make", "status")
+    deadline = time.monotonic() + 60
+    while "training" not in (said := project.text("make", "status")):  # heartbeats come once a second
+        assert time.monotonic() < deadline, said
 
     again = project.start("make", "demo")
     again.until("unchanged: 0001-demo")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -181,7 +180,8 @@ def test_a_new_run_that_dies_at_once_fails_the_switch_with_its_last_words(place)
 def test_a_launch_that_cannot_begin_fails_the_switch_with_its_complaint(place):
     run = place.run_dir()
     spec = place.spec(run)
-    shutil.rmtree(place.root / "names" / "demo" / "releases" / "aaaaaaaaaaaa" / "app")
+    app = place.root / "names" / "demo" / "releases" / "aaaaaaaaaaaa" / "app"
+    (app / "trainer" / "launch.py").write_text("import trainer.gone\n")
     outcome = switch.watch(HOST, switch.start(HOST, spec), lambda step: None)
     assert outcome.word == "failed"
     assert outcomes(outcome)["start"] == "failed"
