@@ -118,7 +118,8 @@ def run(argv: Sequence[str] | None = None) -> None:
         read_config(arguments.target)
         check_weights(arguments.target)
     except InputError as error:  # the same checks as the trainer's, under this command's name of the flag
-        raise InputError(str(error).replace("--target-model", "--target")) from None
+        sentence = str(error).replace("--target-model", "--target").replace(", or toy", "")
+        raise InputError(sentence) from None
 
     from trainer.evaluation import Case, as_json, evaluate, table
     from trainer.target import Target

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer import toy, toy_target
+from trainer import staging, toy, toy_target
 from trainer.errors import InputError
+from trainer.staging import stage
 
 TINY = toy.RECIPES["tiny"]
 
@@ -92,32 +93,32 @@ def model(tmp_path: Path) -> Path:
 def test_weights_appear_under_their_digest_with_a_link_that_leads_there(tmp_path: Path, model: Path) -> None:
     said: list[str] = []
     shm = tmp_path / "shm"
-    place = toy.stage(model, "abc", shm, said.append)
+    place = stage(model, "abc", shm, said.append)
     assert place == shm / "toy@abc"
     assert os.readlink(shm / "toy") == "toy@abc"
     assert (shm / "toy/model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     assert len(said) == 1
-    assert toy.stage(model, "abc", shm, said.append) == place
+    assert stage(model, "abc", shm, said.append) == place
     assert len(said) == 1, "nothing was copied the second time"
     assert sorted(p.name for p in shm.iterdir()) == ["toy", "toy@abc"]
 
 
 def test_a_new_version_moves_the_link_and_leaves_the_old_weights_alone(tmp_path: Path, model: Path) -> None:
     shm = tmp_path / "shm"
-    toy.stage(model, "one", shm, print)
-    toy.stage(model, "two", shm, print)
+    stage(model, "one", shm, print)
+    stage(model, "two", shm, print)
     assert os.readlink(shm / "toy") == "toy@two"
     assert (shm / "toy@one/config.json").exists()
 
 
 def test_weights_that_were_cut_off_or_lost_are_staged_again(tmp_path: Path, model: Path) -> None:
     shm = tmp_path / "shm"
-    place = toy.stage(model, "abc", shm, print)
+    place = stage(model, "abc", shm, print)
     (place / "model.safetensors").write_bytes(b"short")
-    toy.stage(model, "abc", shm, print)
+    stage(model, "abc", shm, print)
     assert (place / "model.safetensors").stat().st_size == 5000
     (place / "config.json").unlink()
-    toy.stage(model, "abc", shm, print)
+    stage(model, "abc", shm, print)
     assert (place / "config.json").exists()
     assert sorted(p.name for p in shm.iterdir()) == ["toy", "toy@abc"]
 
@@ -130,7 +131,7 @@ def test_no_room_is_one_sentence_and_nothing_is_written(
     with pytest.raises(
         InputError, match=r"shm: no room for the toy's weights: 1\.1 MB are needed, 0\.0 MB free"
     ):
-        toy.stage(model, "abc", tmp_path / "shm", print)
+        stage(model, "abc", tmp_path / "shm", print)
     assert list((tmp_path / "shm").iterdir()) == []
 
 
@@ -142,16 +143,16 @@ def test_room_that_vanishes_while_copying_leaves_nothing_half_made(
         (goal / "config.json").write_text("{")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(toy.shutil, "copytree", full)
+    monkeypatch.setattr(staging.shutil, "copytree", full)
     with pytest.raises(InputError, match="no room for the toy's weights"):
-        toy.stage(model, "abc", tmp_path / "shm", print)
+        stage(model, "abc", tmp_path / "shm", print)
     assert list((tmp_path / "shm").iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, model: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file/shm: the toy's weights cannot be put there.*DRAFTHOUSE_SHM"):
-        toy.stage(model, "abc", tmp_path / "file/shm", print)
+        stage(model, "abc", tmp_path / "file/shm", print)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
