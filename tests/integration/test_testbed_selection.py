@@ -20,7 +20,7 @@ def suite(tmp_path: Path) -> Path:
         "selection.REASONS = {'engine': lambda: 'there is no engine', 'root': lambda: None}\n"
         "pytest_plugins = ['testbed.selection']\n"
     )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  engine:\n  root:\n  slow:\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  engine:\n  root:\n  slow:\n  timeout:\n")
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
         "def test_plain(): pass\n"

@@ -12,6 +12,7 @@ import pytest
 
 from . import needs
 
+SETUP_SECONDS = 1800  # for the first test that needs the image: a base system, an image with torch
 REASONS = {"root": needs.why_no_root, "engine": needs.why_no_engine, "sshd": needs.why_no_sshd}
 
 
@@ -31,6 +32,8 @@ class Selection:
         lacking = {marker: reason for marker, why in REASONS.items() if (reason := why())}
         dropped = []
         for item in list(items):
+            if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(SETUP_SECONDS))
             reason = next((lacking[mark.name] for mark in item.iter_markers() if mark.name in lacking), None)
             if reason is not None:
                 items.remove(item)
