@@ -27,7 +27,7 @@ from trainer.status import valid_name
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 TOY = "toy"
-_VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Set for every run by launch; a second value would contradict what status and tail expect.
 OWN_VARIABLES = ("DRAFTHOUSE_RUN_DIR", "DRAFTHOUSE_ATTEMPT")
 
@@ -148,7 +148,7 @@ class RunSettings(_Settings):
     @classmethod
     def _variables(cls, value: dict) -> dict:
         for key, item in value.items():
-            if not _VARIABLE.match(key):
+            if not _VARIABLE.fullmatch(key):
                 raise ValueError(f"names the variable {key!r}, but a name has letters, digits and '_' only")
             if key in OWN_VARIABLES:
                 raise ValueError(f"sets {key}, which every run gets from Drafthouse; remove it")

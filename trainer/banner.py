@@ -20,7 +20,7 @@ from trainer.status import Run
 PROOF_SECONDS = 1.0  # how long to wait for the kernel to show the new program's environment
 INITS = ("tini", "docker-init", "tini-static", "dumb-init", "catatonit")
 
-_PYTHON = re.compile(r"^(python|pypy)\d*(\.\d+)*t?$")
+_PYTHON = re.compile(r"(python|pypy)\d*(\.\d+)*t?")
 
 
 def environment_flag(value: bytes) -> bool:
@@ -64,7 +64,7 @@ class Buffering:
 
 def judge(program: str, argv: Sequence[bytes], environment: Mapping[bytes, bytes]) -> Buffering:
     """Whether `program` (the executable's base name), started so, writes its stdout at once."""
-    if not _PYTHON.match(program):
+    if not _PYTHON.fullmatch(program):
         return Buffering(None, f"unknown: {program} is not Python")
     flags = python_flags(argv)
     value = environment.get(b"PYTHONUNBUFFERED")
@@ -120,7 +120,7 @@ def python_version(pid: int) -> str:
     if program == os.path.realpath(sys.executable):
         return f"Python {platform.python_version()}"
     name = os.path.basename(program)
-    return f"Python ({name})" if _PYTHON.match(name) else ""
+    return f"Python ({name})" if _PYTHON.fullmatch(name) else ""
 
 
 def warnings(environment: Mapping[bytes, bytes]) -> list[str]:
@@ -182,7 +182,7 @@ def buffered_writers(processes: Sequence[Process], pipe: str) -> list[tuple[int,
     """
     found = []
     for process in processes:
-        if not _PYTHON.match(program_of(process.pid)):
+        if not _PYTHON.fullmatch(program_of(process.pid)):
             continue
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{process.pid}/fd/1") == pipe:

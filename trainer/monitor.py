@@ -1,8 +1,8 @@
 """What a trainer process says of itself: its heartbeat, its log line, and what it is asked to do.
 
 The heartbeat is written by a thread with its own clock, so that it goes on while the main thread computes: a
-reader sees "alive, last step 40 s ago" instead of silence. It is written at most once a second. Nothing here
-needs torch: the first heartbeat is there before torch is imported.
+reader sees "alive, last step 40 s ago" instead of silence. It is written once a second, and when the phase
+changes. Nothing here needs torch: the first heartbeat is there before torch is imported.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Monitor:
         )
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._news = threading.Event()  # what should not wait for the next second
         self._rates: deque[float] = deque(maxlen=100)
         self._request_seen: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
@@ -142,8 +143,9 @@ class Monitor:
 
     def _beat(self) -> None:
         while not self._ended.is_set():
+            self._news.clear()  # before the write, so that news during it is written too
             self._write()
-            self._ended.wait(PERIOD)
+            self._news.wait(PERIOD)
 
     def _write(self) -> None:
         assert self.run_dir
@@ -165,6 +167,7 @@ class Monitor:
         """Write the last heartbeat."""
         if self._thread and not self._ended.is_set():
             self._ended.set()
+            self._news.set()
             self._thread.join()
             self._write()
 
@@ -172,9 +175,12 @@ class Monitor:
 
     def phase(self, name: str, detail: str = "") -> None:
         with self._lock:
-            if name != self._heartbeat.phase:
+            changed = name != self._heartbeat.phase
+            if changed:
                 self._heartbeat.phase, self._heartbeat.phase_since = name, time.time()
             self._heartbeat.detail = detail
+        if changed:
+            self._news.set()
 
     def report(self, text: str) -> None:
         """Progress within a phase: to the heartbeat and to the log."""
@@ -248,6 +254,7 @@ class Monitor:
                 "outcome": outcome,
                 "time": time.time(),
             }
+        self._news.set()  # whoever asked waits for it
 
 
 def memory() -> tuple[int, int]:

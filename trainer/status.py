@@ -43,13 +43,13 @@ PHASES = ("starting", "loading", "compiling", "training", "checkpointing", "fini
 ACTIONS = ("checkpoint", "checkpoint-and-stop", "dump-stacks", "stop")
 REASONS = ("finished", "stopped", "failed")
 
-_RUN_ID = re.compile(r"^(\d{4,})-([A-Za-z0-9][A-Za-z0-9._-]*)$")
-_NAME = re.compile(r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")
+_RUN_ID = re.compile(r"(\d{4,})-([A-Za-z0-9][A-Za-z0-9._-]*)")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 
 
 def valid_name(name: str) -> bool:
     """Whether `name` may name an experiment: it becomes a directory, a Compose project and a unit name."""
-    return bool(_NAME.match(name)) and ".." not in name
+    return bool(_NAME.fullmatch(name)) and ".." not in name
 
 
 # -- files -------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Launch:
 
 @dataclass
 class Heartbeat:
-    """status/<rank>.json: what one trainer process says of itself, at most once a second."""
+    """status/<rank>.json: what one trainer process says of itself each second and at a change of phase."""
 
     rank: int = 0
     role: str = "colocated"  # target | drafter | colocated
@@ -311,7 +311,7 @@ class RunDir:
 
 def split_run_id(run_id: str) -> tuple[int, str]:
     """``0007-exp-ddtree`` -> ``(7, "exp-ddtree")``. Raises ValueError for anything else."""
-    match = _RUN_ID.match(run_id)
+    match = _RUN_ID.fullmatch(run_id)
     if not match:
         raise ValueError(f"{run_id!r} is not a run id (like 0007-exp-ddtree)")
     return int(match[1]), match[2]
@@ -325,7 +325,7 @@ def list_runs(runs: str | Path, name: str | None = None) -> list[RunDir]:
         return []
     found = []
     for entry in entries:
-        if _RUN_ID.match(entry):
+        if _RUN_ID.fullmatch(entry):
             number, run_name = split_run_id(entry)
             if name is None or run_name == name:
                 found.append((number, entry))

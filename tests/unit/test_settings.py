@@ -84,6 +84,8 @@ BAD_RUNS = {
         "runs/demo.yaml has weights: toy, which only our trainer can make; give command: a directory",
     "command: [a]\nenvironment: {A-B: x}":
         "runs/demo.yaml:2: environment names the variable 'A-B', but a name has letters, digits and '_' only",
+    "command: [a]\nenvironment: {\"A\\n\": x}":
+        "runs/demo.yaml:2: environment names the variable 'A\\n', but a name has letters, digits and '_' only",
     "command: [a]\nenvironment: {DRAFTHOUSE_RUN_DIR: x}":
         "runs/demo.yaml:2: environment sets DRAFTHOUSE_RUN_DIR, which every run gets from Drafthouse; remove it",
     "command: [a]\nenvironment: [x]": "runs/demo.yaml:2: environment is ['x'], but must be keys with values",
