@@ -95,8 +95,8 @@ class Wandb:
             import wandb
         except ImportError:
             raise InputError("--wandb-project needs the package wandb, which is not installed here") from None
-        if not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") or _netrc_has_wandb()):
-            os.environ["WANDB_MODE"] = "offline"
+        mode = wandb_mode(os.environ, Path(os.path.expanduser("~")))
+        os.environ["WANDB_MODE"] = mode
         self._run = wandb.init(
             project=project,
             name=name,
@@ -107,8 +107,7 @@ class Wandb:
             settings=wandb.Settings(silent=True, console="off"),
         )
         # wandb warns when an offline run is asked for its address.
-        online = os.environ.get("WANDB_MODE", "online") == "online"
-        self.link: str | None = self._run.url if online else None
+        self.link: str | None = self._run.url if mode == "online" else None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log(_flat(values), step=step)
@@ -174,11 +173,15 @@ class Records:
                 sink.close()
 
 
-def _netrc_has_wandb() -> bool:
+def wandb_mode(environment: Mapping[str, str], home: Path) -> str:
+    """What was asked for; else online with a key (in the environment or in .netrc), and offline without."""
+    if asked := environment.get("WANDB_MODE"):
+        return asked
     try:
-        return "api.wandb.ai" in (Path.home() / ".netrc").read_text(encoding="utf-8")
-    except (OSError, RuntimeError, UnicodeDecodeError):
-        return False
+        netrc = (home / ".netrc").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        netrc = ""
+    return "online" if environment.get("WANDB_API_KEY") or "api.wandb.ai" in netrc else "offline"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -6,12 +6,11 @@ import json
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from trainer.monitor import PARTS, Interval, Monitor, line
-from trainer.sinks import MetricsFile, TensorBoard, Wandb, _flat
+from trainer.sinks import MetricsFile, TensorBoard, Wandb, _flat, wandb_mode
 from trainer.status import RunDir, write_json
 
 
@@ -196,30 +195,34 @@ def test_only_numbers_reach_the_curves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "mode"),
-    [({}, "offline"), ({"WANDB_API_KEY": "k"}, None), ({"WANDB_MODE": "disabled"}, "disabled")],
+    ("environment", "netrc", "mode"),
+    [
+        ({}, "", "offline"),
+        ({}, "machine api.wandb.ai login user password k", "online"),
+        ({"WANDB_API_KEY": "k"}, "", "online"),
+        ({"WANDB_MODE": "disabled", "WANDB_API_KEY": "k"}, "", "disabled"),
+    ],
 )
 def test_wandb_is_offline_without_a_key(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], mode: str | None
+    tmp_path: Path, environment: dict[str, str], netrc: str, mode: str
 ) -> None:
-    import sys
+    (tmp_path / ".netrc").write_text(netrc)
+    assert wandb_mode(environment, tmp_path) == mode
 
+
+@pytest.mark.slow
+def test_wandb_without_a_key_keeps_the_run_on_the_disk_and_gives_no_link(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    logged = []
-    run = SimpleNamespace(
-        url=None, log=lambda values, step: logged.append((step, values)), finish=lambda: None
-    )
-    fake = SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    sink = Wandb("p", "n", "0001-x", tmp_path, {})
-    assert os.environ.get("WANDB_MODE") == mode
+    sink = Wandb("p", "n", "0001-x", tmp_path, {"lr": 6e-4})
     assert sink.link is None
     sink.write(3, {"loss": 1.0})
-    assert logged == [(3, {"loss": 1.0})]
+    sink.close()
+    (record,) = tmp_path.glob("wandb/offline-run-*-0001-x/run-0001-x.wandb")
+    assert b"loss" in record.read_bytes()
 
 
 def test_wandb_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
