@@ -32,7 +32,7 @@ class Requests:
         self._seen = seen
         try:
             return self._directory.request()
-        except (TypeError, OSError) as error:
+        except OSError as error:
             raise ValueError(str(error)) from None
 
 

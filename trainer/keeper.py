@@ -354,7 +354,7 @@ class Keeper:
     def _heartbeats(self) -> dict[int, Heartbeat]:
         try:
             return self.directory.heartbeats()
-        except (ValueError, TypeError, OSError):
+        except (ValueError, OSError):
             return {}
 
     # -- the end -------------------------------------------------------------------------------------------

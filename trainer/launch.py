@@ -100,8 +100,6 @@ def read_run(directory: RunDir) -> Run:
         run = directory.run()
     except (ValueError, OSError) as error:
         raise CannotStart(USAGE, str(error)) from None
-    except TypeError as error:
-        raise CannotStart(USAGE, f"{directory.path}/run.json lacks what a run needs ({error})") from None
     if run is None:
         raise Refused(f"{directory.path}/run.json does not exist")
     check_run(run)

@@ -84,19 +84,46 @@ def read_json(path: str | Path) -> Any | None:
     Raises ValueError, naming the file, if it is there but is no JSON.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        data = Path(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return json.loads(text)
+        return json.loads(data)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); it was not written by Drafthouse") from None
 
 
-def _known(cls: Any, value: dict) -> Any:
-    """Build a dataclass from JSON, ignoring keys of a newer schema."""
-    names = {f.name for f in dataclasses.fields(cls)}
-    return cls(**{key: item for key, item in value.items() if key in names})
+# What JSON gives for a field's annotation; exact types, since Python takes True for an int.
+_JSON = {
+    "str": (str,),
+    "int": (int,),
+    "float": (float, int),
+    "dict": (dict,),
+    "list": (list,),
+    "bool": (bool,),
+}
+
+
+def _known(cls: Any, value: Any, path: Path) -> Any:
+    """Build a dataclass from the JSON of `path`, passing over keys of a newer schema.
+
+    Raises ValueError, naming the file, if it holds something else than we write: a run must not die of it.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__} instead of an object")
+    found = {}
+    for item in dataclasses.fields(cls):
+        if item.name not in value:
+            if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+                raise ValueError(f"{path} lacks {item.name}")
+            continue
+        given = value[item.name]
+        kinds = [kind.strip() for kind in str(item.type).split("|")]
+        types = [kind for name in kinds for kind in _JSON.get(name, ())]
+        if type(given) not in types and not (given is None and "None" in kinds):
+            raise ValueError(f"{path}: {item.name} is {str(given)[:80]!r}, which is no {item.type}")
+        found[item.name] = given
+    return cls(**found)
 
 
 # -- what the files hold -----------------------------------------------------------------------------------
@@ -214,6 +241,12 @@ class RunDir:
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
 
+    def _read(self, name: str, cls: Any) -> Any:
+        """What the file holds, None without one. Raises ValueError, naming the file, if it is not ours."""
+        path = self.path / name
+        value = read_json(path)
+        return None if value is None else _known(cls, value, path)
+
     @property
     def run_id(self) -> str:
         """From run.json (inside a container the directory has another name), else the directory's name."""
@@ -237,38 +270,36 @@ class RunDir:
         return self.path / "launch.lock"
 
     def run(self) -> Run | None:
-        value = read_json(self.path / "run.json")
-        return _known(Run, value) if value is not None else None
+        return self._read("run.json", Run)
 
     def write_run(self, run: Run) -> None:
         write_json(self.path / "run.json", dataclasses.asdict(run), durable=True)
 
     def launch(self) -> Launch | None:
-        value = read_json(self.path / "launch.json")
-        return _known(Launch, value) if value is not None else None
+        return self._read("launch.json", Launch)
 
     def write_launch(self, launch: Launch) -> None:
         write_json(self.path / "launch.json", dataclasses.asdict(launch))
 
     def exit(self) -> Exit | None:
-        value = read_json(self.path / "exit.json")
-        return _known(Exit, value) if value is not None else None
+        return self._read("exit.json", Exit)
 
     def write_exit(self, exit: Exit) -> None:
         write_json(self.path / "exit.json", dataclasses.asdict(exit), durable=True)
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """The newest heartbeat of every rank that wrote one."""
-        found: dict[int, Heartbeat] = {}
+        """The newest heartbeat of every rank that wrote one; a file that holds none is passed over."""
         try:
             names = os.listdir(self.path / "status")
         except OSError:
-            return found
+            return {}
+        found: dict[int, Heartbeat] = {}
         for name in names:
             if name.endswith(".json") and name[:-5].isdigit():
-                value = read_json(self.path / "status" / name)
-                if value is not None:
-                    found[int(name[:-5])] = _known(Heartbeat, value)
+                with contextlib.suppress(ValueError, OSError):
+                    beat = self._read(f"status/{name}", Heartbeat)
+                    if beat is not None:
+                        found[int(name[:-5])] = beat
         return dict(sorted(found.items()))
 
     def write_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -276,8 +307,7 @@ class RunDir:
         write_json(self.path / "status" / f"{heartbeat.rank}.json", dataclasses.asdict(heartbeat))
 
     def request(self) -> Request | None:
-        value = read_json(self.path / "request.json")
-        return _known(Request, value) if value is not None else None
+        return self._read("request.json", Request)
 
     def ask(self, action: str, by: str) -> Request:
         """Ask the run in progress for `action`; the answer appears as `Heartbeat.answered` with this id."""

@@ -223,13 +223,18 @@ def test_stacks_are_asked_of_processes_that_can_answer_and_of_no_other(tmp_path,
         run.finish()
 
 
-def test_a_broken_request_is_told_and_ignored(tmp_path):
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', '{"id": 1, "action": "checkpoint"}', "\0"])
+def test_a_broken_request_or_heartbeat_is_passed_over_and_the_end_is_recorded(tmp_path, text):
     with launched(tmp_path, python("import time; time.sleep(600)")) as run:
         run.trainer_pid()
-        (tmp_path / "request.json").write_text("{")
+        (tmp_path / "status").mkdir(exist_ok=True)
+        (tmp_path / "status" / "0.json").write_text(text)
+        (tmp_path / "status" / "1.json").write_text('{"step": 7}')
+        (tmp_path / "request.json").write_text(text)
         run.wait_for_log(b"a request was ignored")
         run.term()
-        run.finish()
+        record = run.finish()
+    assert (record.reason, record.last_step) == ("stopped", 7)
 
 
 def memory_group() -> Path | None:

@@ -82,6 +82,40 @@ def test_a_key_of_a_later_version_is_passed_over(tmp_path):
     assert RunDir(tmp_path).exit() == Exit("finished", 0, time=5)
 
 
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[]", "holds list instead of an object"),
+        ('"x"', "holds str instead of an object"),
+        ("{}", "lacks reason"),
+        ('{"reason": "failed", "code": "1"}', "code is '1', which is no int"),
+        ('{"reason": "failed", "code": true}', "code is 'True', which is no int"),
+        ('{"reason": "failed", "code": 1, "time": "noon"}', "time is 'noon', which is no float"),
+        ('{"reason": null, "code": 1}', "reason is 'None', which is no str"),
+        ("\xff", "is not valid JSON"),
+    ],
+)
+def test_a_file_that_is_not_ours_is_a_value_error_that_names_it(tmp_path, text, wrong):
+    (tmp_path / "exit.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"exit\.json") as error:
+        RunDir(tmp_path).exit()
+    assert wrong in str(error.value)
+
+
+def test_a_whole_number_may_stand_for_a_fraction_and_null_where_nothing_is_known(tmp_path):
+    value = {"reason": "failed", "code": 1, "signal": None, "out_of_memory": False, "time": 5}
+    (tmp_path / "exit.json").write_text(json.dumps(value))
+    assert RunDir(tmp_path).exit() == Exit("failed", 1, out_of_memory=False, time=5)
+
+
+def test_a_file_that_is_no_heartbeat_hides_no_other(tmp_path):
+    run = RunDir(tmp_path)
+    run.write_heartbeat(Heartbeat(rank=1, step=3))
+    for name, text in (("0.json", "[]"), ("2.json", '{"time": "noon"}'), ("3.json", "{"), ("x.json", "{}")):
+        (tmp_path / "status" / name).write_text(text)
+    assert list(run.heartbeats()) == [1]
+
+
 def test_heartbeats_come_in_the_order_of_their_ranks(tmp_path):
     run = RunDir(tmp_path)
     for rank in (10, 2, 0):
