@@ -252,14 +252,14 @@ def drift(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> tup
         new = plan.make_release(found, goal.settings, wanted.settings)
     except DeployError as error:
         return (str(error),)
-    if new.id == written["release"]["id"]:
-        return ()
-    before = release.deployed(goal.host, found.layout, written["release"]["id"])
-    return (
-        tuple(release.differences(before[0], before[1], new))
-        if before
-        else (f"release {new.id} is rendered",)
-    )
+    deployed = written["release"]["id"]
+    edited = (f"{file}: changed on the host" for file in release.changed(facts, run["name"], deployed))
+    if new.id == deployed:
+        return tuple(edited)
+    before = release.deployed(goal.host, found.layout, deployed)
+    if before is None:
+        return (f"release {new.id} is rendered",)
+    return (*release.differences(before[0], before[1], new), *edited)
 
 
 def run_path(facts: Mapping[str, Any], host_name: str, name: str, run_id: str | None) -> str:

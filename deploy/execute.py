@@ -85,7 +85,9 @@ def start(plan: Plan, host: Host, work: Work, report: Report, lock_wait: float =
             held.check()
             weights.stage(plan.weights, report)
         held.check()
-        if work.release is not None:
+        if work.release is None:
+            release.refuse_changed(facts, host.name, plan.name, str(plan.release))
+        else:
             done = release.write(host, layout, work.release)
             report(f"release {work.release.id} {done}")
         host.run(["mkdir", "-p", "--", layout.checkpoints, layout.cache], timeout=20)

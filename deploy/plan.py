@@ -255,7 +255,7 @@ def make(
         install=commands,
         secrets={name: secrets.describe(source) for name, source in sorted(run.secrets.items())},
         grace_seconds=run.grace_seconds,
-        warnings=tuple(preflight.warnings(found)),
+        warnings=(*preflight.warnings(found), *(_changed(facts, run.name, new.id) if unchanged else ())),
         seen=seen(facts, run.name),
     )
 
@@ -266,6 +266,7 @@ def make_same(survey: Survey, host: HostSettings, command: Sequence[str], *, ins
     current = facts["names"].get(name, {}).get("current")
     if current is None:
         raise DeployError(f"nothing of {name} is deployed on {host.name}; use fab deploy --name {name}")
+    release.refuse_changed(facts, host.name, name, current)
     runtime, why = choose_runtime(host, facts)
     init, commands = _init(facts, install)
     return Plan(
@@ -331,6 +332,14 @@ def seen(facts: Mapping[str, Any], name: str) -> tuple[str, ...]:
         runs[-1]["run_id"] if runs else "",
         *(run["run_id"] for run in runs if run["alive"]),
     )
+
+
+def _changed(facts: Mapping[str, Any], name: str, release_id: str) -> list[str]:
+    return [
+        f"release file {file} was changed on the host; the running process may differ; "
+        "fab restart writes it anew"
+        for file in release.changed(facts, name, release_id)
+    ]
 
 
 def _resume(survey: Survey, run: RunSettings) -> str:

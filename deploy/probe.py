@@ -6,7 +6,8 @@ that is half-written, foreign or forbidden is named under "problems". Standard l
 The object: schema time hostname user uid home python python_path boot_time clock_ticks sample_seconds,
 state {root exists writable owner_uid free_bytes total_bytes}, shm {root is_tmpfs writable free_bytes
 total_bytes}, memory {total available}, environment {PYTHON*}, cpus, engine {client answers version compose
-error}, tini, apt, systemd, names {name: {current previous releases stop}}, runs [..], switch and locks
+error}, tini, apt, systemd, names {name: {current previous releases stop
+changed {release: files that are not as they were deployed}}}, runs [..], switch and locks
 {name: null or who holds it}, weights [{name digest path bytes}], problems [..]. Sizes are bytes, times Unix
 seconds, `cpu_ticks` two counts `sample_seconds` apart (one, without a sample or once the process is gone), of
 which there are `clock_ticks` a second.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -31,6 +33,7 @@ from trainer import status
 
 RUNS_PER_NAME = 20
 TAIL_BYTES = 4096
+MANIFEST = "release.json"
 WEIGHTS = re.compile(r"^(?P<name>.+)@(?P<digest>[0-9a-f]{6,64})$")
 
 
@@ -50,6 +53,7 @@ class Probe:
         names = self.names()
         runs = self.runs()
         self.add_processes(runs)
+        self.add_changed(names, runs)
         asking.join()  # every question to the engine has its own timeout
         return {
             "schema": 1,
@@ -116,6 +120,17 @@ class Probe:
                     "stop": self.object(path / "stop.json"),
                 }
         return found
+
+    def add_changed(self, names: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+        """Give every name what was changed in the releases that count: the current one, and what runs."""
+        for name, found in names.items():
+            wanted = [found["current"]]
+            for run in runs:
+                if run["name"] == name and run["alive"]:
+                    release = (run["run"] or {}).get("release")
+                    wanted.append(release.get("id") if isinstance(release, dict) else None)
+            home = self.state / "names" / name / "releases"
+            found["changed"] = {key: changed(home / key) for key in found["releases"] if key in wanted}
 
     def holder(self, name: str, lock: str) -> dict[str, Any] | None:
         """Who holds a lock of `name`, in the holder's own words; None if it is free."""
@@ -231,6 +246,29 @@ class Probe:
             now = procfs.stat(process["pid"])
             if now and now["start"] == before[process["pid"]]["start"]:
                 process["cpu_ticks"].append(now["ticks"])
+
+
+def changed(release: Path) -> list[str]:
+    """The files of a release that are not what its manifest says.
+
+    The manifest is one of them if it is missing, or if its digests do not give the release's id.
+    """
+    try:
+        digests = json.loads((release / MANIFEST).read_bytes())["files"]
+        whole = "".join(f"{name}\0{digest}\n" for name, digest in sorted(digests.items()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return [MANIFEST]
+    if not hashlib.sha256(whole.encode("utf-8", "replace")).hexdigest().startswith(release.name):
+        return [MANIFEST]  # then nothing that it says can be relied on
+    found = []
+    for name, digest in sorted(digests.items()):
+        try:
+            same = hashlib.sha256((release / name).read_bytes()).hexdigest() == digest
+        except OSError:
+            same = False
+        if not same:
+            found.append(name)
+    return found
 
 
 def number(value: dict[str, Any] | None, key: str) -> float | None:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,17 @@ def build(
         ).encode(),
         **{f"app/{name}": content for name, content in sorted(app.items())},
     }
+    return of(files, argv, git)
+
+
+def of(
+    files: Mapping[str, bytes], command: Sequence[str] = (), git: Mapping[str, Any] | None = None
+) -> Release:
+    """The release that consists of `files`. (The probe computes its id once more, from the manifest.)"""
     digest = hashlib.sha256()
-    for name, data_ in sorted(files.items()):
-        digest.update(f"{name}\0{_digest(data_)}\n".encode())
-    return Release(digest.hexdigest()[:ID_LENGTH], digest.hexdigest(), files, tuple(argv), git)
+    for name, data in sorted(files.items()):
+        digest.update(f"{name}\0{_digest(data)}\n".encode())
+    return Release(digest.hexdigest()[:ID_LENGTH], digest.hexdigest(), files, tuple(command), git or {})
 
 
 def needed(app: Mapping[str, bytes], start: str) -> dict[str, bytes]:
@@ -254,6 +261,24 @@ def _yaml(data: bytes) -> Any:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def changed(facts: Mapping[str, Any], name: str, release_id: str | None) -> list[str]:
+    """Files of a release that somebody changed on the host, by the probe's facts."""
+    return list(facts["names"].get(name, {}).get("changed", {}).get(release_id, []))
+
+
+def refuse_changed(facts: Mapping[str, Any], host: str, name: str, release_id: str) -> None:
+    """Raise DeployError if a release is not what was deployed: it would run under an id not its own."""
+    files = changed(facts, name, release_id)
+    if not files:
+        return
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    alive = any(run["name"] == name and run["alive"] for run in facts["runs"])
+    raise DeployError(
+        f"{files[0]}{more} of release {release_id} of {name} {'were' if more else 'was'} changed on {host}; "
+        f"fab {'restart' if alive else 'deploy'} writes it anew"
+    )
 
 
 # -- acting ------------------------------------------------------------------------------------------------

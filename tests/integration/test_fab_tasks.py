@@ -168,6 +168,32 @@ def test_a_name_is_deployed_left_alone_changed_looked_at_and_stopped(fab: Fab) -
     assert json.loads(fab.ok("status", "--json"))[0]["run_id"] == "0003-demo"
 
 
+@pytest.mark.slow
+def test_a_release_that_was_edited_on_the_host_is_named_and_not_started_again_as_it_is(fab: Fab) -> None:
+    fab.ok("deploy", "--no-follow")
+    made = fab.runs[0].run()
+    assert made is not None
+    edited = fab.place.root / "names" / "demo" / "releases" / made.release["id"] / "app" / "trainer" / "guard.py"
+    edited.chmod(0o644)
+    edited.write_text(edited.read_text() + "# edited\n")
+    named = "app/trainer/guard.py"
+    assert fab.ok("plan").splitlines()[1:] == [
+        f"note: release file {named} was changed on the host; the running process may differ; "
+        "fab restart writes it anew"
+    ]
+    assert json.loads(fab.ok("status", "--json"))[0]["drift"] == [f"{named}: changed on the host"]
+    done = fab.run("restart", "--same", "--no-follow")
+    assert (done.returncode, done.stderr) == (
+        1, f"{named} of release {made.release['id']} of demo was changed on localhost; fab restart writes it anew\n"
+    )  # fmt: skip
+    assert [run.alive() for run in fab.runs] == [True]
+    fab.ok("restart", "--no-follow")
+    assert json.loads(fab.ok("status", "--json"))[0]["drift"] == []
+    assert not edited.read_text().endswith("# edited\n")
+    fab.ok("restart", "--same", "--no-follow")
+    assert [run.alive() for run in fab.runs] == [False, False, True]
+
+
 def test_what_a_dry_run_prints_is_what_a_deploy_then_prints_and_it_changes_nothing(fab: Fab) -> None:
     printed = fab.ok("deploy", "--dry-run")
     assert not fab.place.root.exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import random
@@ -10,14 +12,16 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import deployed
 import pytest
 from deployed import HOST, TRAINER, processes_of, steps, until
 
-from deploy import evidence, onhost
+from deploy import evidence, onhost, release
 from deploy.health import verdict
 from deploy.host import HostError, Local
+from deploy.release import Layout
 from trainer import status
 
 PARENT = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
@@ -127,8 +131,37 @@ def test_names_with_releases_and_links_are_listed(place):
         "previous": "aaaaaaaaaaaa",
         "releases": ["aaaaaaaaaaaa", "bbbbbbbbbbbb"],
         "stop": None,
+        "changed": {"bbbbbbbbbbbb": ["release.json"]},  # (it has none)
     }
     assert facts["switch"] == {"demo": None}
+
+
+def test_files_of_a_current_or_running_release_that_somebody_changed_are_named(place):
+    layout = Layout(str(place.root), "/dev/shm/drafthouse", "demo")
+    made, other = (release.of({"run.yaml": b"a: 1\n", "app/trainer/x.py": code}) for code in (b"1", b"2"))
+    for one in (made, other):
+        release.write(Local(), layout, one)
+    (place.root / "names" / "demo" / "current").symlink_to(f"releases/{made.id}")
+
+    def changed():
+        return collect(place, sample=0)["names"]["demo"]["changed"]
+
+    assert changed() == {made.id: []}
+    for name, data in (("app/trainer/x.py", b"3"), ("run.yaml", None)):
+        path = Path(layout.release(made.id)) / name
+        path.unlink()
+        if data is not None:
+            path.write_bytes(data)
+    assert changed() == {made.id: ["app/trainer/x.py", "run.yaml"]}
+    # A manifest that was brought in line with the change no longer gives the release's id.
+    manifest = Path(layout.release(made.id)) / "release.json"
+    manifest.chmod(0o644)
+    manifest.write_text(json.dumps({"files": {"app/trainer/x.py": hashlib.sha256(b"3").hexdigest()}}))
+    assert changed() == {made.id: ["release.json"]}
+    run = place.run_dir(release={"id": other.id})
+    with open(run.lock, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert changed() == {made.id: ["release.json"], other.id: []}
 
 
 def test_weights_are_listed_with_their_size(place):

@@ -97,6 +97,27 @@ def test_a_deploy_of_what_runs_already_is_unchanged_and_needs_no_preflight(tmp_p
     assert "\n" not in str(made)
 
 
+def test_an_unchanged_deploy_names_a_file_of_the_release_that_was_changed_on_the_host(tmp_path: Path) -> None:
+    old = release_of(survey(), tmp_path)
+    names = {
+        "demo": {
+            "current": old.id,
+            "releases": [old.id],
+            "changed": {old.id: ["app/trainer/loss.py"], OLD: ["x"]},
+        }
+    }
+    made = planned(survey(facts(runs=[run(release_id=old.id)], names=names)), tmp_path)
+    assert str(made).splitlines()[1:] == [
+        "note: release file app/trainer/loss.py was changed on the host; the running process may differ; "
+        "fab restart writes it anew"
+    ]
+    # A restart writes it anew, and has nothing to warn of.
+    assert (
+        planned(survey(facts(runs=[run(release_id=old.id)], names=names)), tmp_path, task="restart").warnings
+        == ()
+    )
+
+
 def test_a_restart_of_what_runs_already_starts_anew(tmp_path: Path) -> None:
     old = release_of(survey(), tmp_path)
     found = survey(
@@ -315,6 +336,20 @@ def test_the_same_release_is_started_again_whatever_the_files_say() -> None:
     made = plan.make_same(found, LOCALHOST, ["a", "b c"])
     assert (made.action, made.release, made.differences) == ("switch", OLD, ())
     assert f"  release   {OLD}, unchanged\n  command   a 'b c'\n" in str(made)
+
+
+@pytest.mark.parametrize(("alive", "task"), [(True, "restart"), (False, "deploy")])
+def test_a_release_that_was_changed_on_the_host_is_not_started_under_its_old_id(
+    alive: bool, task: str
+) -> None:
+    names = {
+        "demo": {"current": OLD, "releases": [OLD], "changed": {OLD: ["app/trainer/loss.py", "run.yaml"]}}
+    }
+    with pytest.raises(DeployError) as caught:
+        plan.make_same(survey(facts(runs=[run(alive=alive)], names=names)), LOCALHOST, ["a"])
+    assert str(caught.value) == (
+        f"app/trainer/loss.py and 1 more of release {OLD} of demo were changed on localhost; fab {task} writes it anew"
+    )
 
 
 def test_without_a_release_there_is_no_same() -> None:
