@@ -29,7 +29,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.data_meta import read_meta
 from trainer.errors import InputError, nearest
@@ -37,6 +36,7 @@ from trainer.modeldir import check_weights, read_config
 from trainer.staging import stage
 
 RECIPE_VARIABLE = "DRAFTHOUSE_TOY"
+ENOUGH = 0.8  # of the recipe's steps: with fewer, what the target writes begins to go round in circles
 REPETITIVE = 0.3  # a file that compresses better than this is a table or boilerplate
 CODE = ("toy_target.py", "optim.py", "speculative.py", "data.py")  # what decides how a toy comes out
 
@@ -162,6 +162,7 @@ def ensure(cache: Path, shm: Path, report: Report, *, recipe: Recipe | None = No
             f"--cache-dir {cache}: the toy target cannot be kept there ({error.strerror or error}); free "
             "some space or choose another directory"
         ) from None
+    _tell_if_cut_short(place, recipe, report)
     digest = _digest(place / "target")
     return Toy(
         target_dir=stage(place / "target", digest, shm, report),
@@ -297,6 +298,11 @@ def _digest(directory: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def facts(toy: Toy) -> dict[str, Any]:
-    """toy.json: how it was made."""
-    return json.loads((toy.data_dir.parent / "toy.json").read_text(encoding="utf-8"))
+def _tell_if_cut_short(place: Path, recipe: Recipe, report: Report) -> None:
+    """What comes of a target that was cut short is not what the docs show, today and from the cache."""
+    steps = json.loads((place / "toy.json").read_text(encoding="utf-8"))["steps"]
+    if steps < ENOUGH * recipe.steps:
+        report(
+            f"toy: this machine was busy when the target was made: {steps} of {recipe.steps} steps, so it "
+            f"knows its text only in part, and τ will be lower; to make it anew, remove {place}"
+        )

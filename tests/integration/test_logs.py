@@ -19,6 +19,7 @@ from deployed import CHECKOUT, HOST, steps, until
 
 from deploy import logs, switch
 from deploy.errors import DeployError
+from trainer import status
 
 COUNT = "import sys, time\nfor n in range({n}):\n print('line', n, flush=True)\n time.sleep({pause})\n"
 WAITS = "import time\nprint('hello', flush=True)\ntime.sleep(1000)"
@@ -214,8 +215,8 @@ def test_a_run_directory_that_is_removed_ends_the_following(place):
 def test_a_run_that_is_not_started_because_its_switch_failed_is_not_waited_for(place):
     run = place.run_dir()
     following = Following(logs.follow, HOST, str(run.path))
-    status_file = run.path / "switch.json"
-    status_file.write_text('{"outcome": "failed", "reason": "the old run cannot be stopped"}')
+    switch = {"outcome": "failed", "reason": "the old run cannot be stopped"}
+    status.write_json(run.path / "switch.json", switch)  # whole, as the switch writes it
     assert following.end() == 1
     assert following.notes == ["── run 0001-demo was not started: the old run cannot be stopped"]
 

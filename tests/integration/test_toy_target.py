@@ -212,8 +212,23 @@ def test_a_disk_that_is_full_while_making_it_is_one_sentence(
 
 
 def test_how_it_was_made_is_kept_beside_it(cache: Path, tmp_path: Path) -> None:
-    facts = toy.facts(toy.ensure(cache, tmp_path / "shm", print, recipe=TINY))
+    made = toy.ensure(cache, tmp_path / "shm", print, recipe=TINY)
+    facts = json.loads((made.data_dir.parent / "toy.json").read_text())
     assert facts["steps"] == TINY.steps
     assert facts["recipe"]["vocab_size"] == TINY.vocab_size
     assert set(facts["seconds"]) == {"target", "completions"}
     json.dumps(facts)
+
+
+def test_a_target_that_was_cut_short_is_told_each_time(cache: Path, tmp_path: Path) -> None:
+    hasty = Path(shutil.copytree(cache, tmp_path / "cache"))
+    place = only("toy-*", hasty)
+    record = json.loads((place / "toy.json").read_text())
+    (place / "toy.json").write_text(json.dumps({**record, "steps": TINY.steps // 2}))
+    said: list[str] = []
+    toy.ensure(hasty, tmp_path / "shm", said.append, recipe=TINY)
+    assert any(f"{TINY.steps // 2} of {TINY.steps} steps" in text and str(place) in text for text in said)
+    (place / "toy.json").write_text(json.dumps({**record, "steps": TINY.steps}))
+    said.clear()
+    toy.ensure(hasty, tmp_path / "shm", said.append, recipe=TINY)
+    assert said == []
