@@ -17,6 +17,7 @@ WORDS = (
 QUIET = 60.0  # seconds without a sign of life before silence means anything
 QUIET_WORK = 300.0  # the same while loading or compiling, where one piece of work may take minutes
 QUIET_STEPS = 10.0  # ... and while training, so many of its own steps, if these are longer
+BANNER = 2.0  # seconds after the start within which what is in the log may be launch's own banner
 START = 60.0  # seconds that a run may take from run.json to launch
 TICKS = 100.0  # of CPU time a second: what Linux shows to programs, whatever its own clock does
 BUSY = 0.05  # CPUs; less is a process that waits and looks now and then
@@ -145,7 +146,7 @@ def without_heartbeat(run: dict[str, Any], now: float, sample: float) -> tuple[s
     newest = max((moment for moment in (written, began) if moment is not None), default=now)
     age = now - newest
     size = number(log, "bytes") or 0
-    if began is not None and now - began < QUIET:
+    if began is not None and now - began < QUIET and (written is None or written - began < BANNER):
         return "starting", f"began {ago(now, began)}, {size:,.0f} bytes of output, no heartbeat yet"
     if age <= QUIET_WORK:
         line = last_line(run)
