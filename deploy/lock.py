@@ -20,6 +20,7 @@ from deploy import onhost
 from deploy.errors import DeployError
 from deploy.host import SCRIPT_FLAGS, Host, HostError
 
+HOLDER = ("deploy.files", "deploy.lock_holder")
 SILENCE = 30.0  # seconds without a heartbeat after which the host's side lets go
 BEAT = 5.0  # seconds between heartbeats
 
@@ -70,7 +71,7 @@ def hold(
         host.python,
         *SCRIPT_FLAGS,
         "-c",  # stdin is taken by the heartbeats, so the program comes as an argument
-        onhost.source("deploy.lock_holder"),
+        onhost.program(HOLDER).decode(),
         f"{state_root}/names/{name}/deploy.lock",
         json.dumps(words),
         str(wait),

@@ -4,7 +4,7 @@ Runs ON the host as a child of the connection: it holds the lock for as long as 
 and lets go at the end of stdin or after a silence, so that a lost client never leaves a lock behind. Standard
 library only, Python >= 3.9.
 
-    python3 <this> LOCK-FILE WORDS-AS-JSON WAIT-SECONDS SILENCE-SECONDS
+    python3 <this and deploy.files> LOCK-FILE WORDS-AS-JSON WAIT-SECONDS SILENCE-SECONDS
 
 On stdout, one JSON object a line: {"waiting": words of the holder} at most once, then {"held": true}, or
 {"busy": words of the holder}.
@@ -12,13 +12,14 @@ On stdout, one JSON object a line: {"waiting": words of the holder} at most once
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import select
 import sys
 import time
 from typing import Any
+
+from deploy import files
 
 PATIENCE = 0.3  # seconds: a probe that looks at the lock holds it for a moment
 PAUSE = 0.05
@@ -30,13 +31,13 @@ def main() -> None:
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     began = time.monotonic()
     told = False
-    while not take(lock):
+    while not files.take(lock):
         waited = time.monotonic() - began
         if waited > max(patience, PATIENCE):
-            say({"busy": holder(lock)})
+            say({"busy": files.words(lock)})
             sys.exit(75)  # "try again", in the words of sysexits.h
         if patience > 0 and waited > PATIENCE and not told:
-            say({"waiting": holder(lock)})
+            say({"waiting": files.words(lock)})
             told = True
         if heard(PAUSE) is False:
             sys.exit(0)
@@ -46,22 +47,6 @@ def main() -> None:
     while heard(silence):
         pass
     os.ftruncate(lock, 0)
-
-
-def take(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def holder(lock: int) -> dict[str, Any]:
-    try:
-        value = json.loads(os.pread(lock, 65536, 0))
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {}
 
 
 def say(value: dict[str, Any]) -> None:

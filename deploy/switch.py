@@ -16,7 +16,7 @@ from deploy import onhost, procfs
 from deploy.errors import DeployError
 from deploy.host import Host, HostError
 
-JOB = ("trainer.status", "deploy.procfs", "deploy.switch_steps", "deploy.switch_job")
+JOB = ("trainer.status", "deploy.files", "deploy.procfs", "deploy.switch_steps", "deploy.switch_job")
 POLL = 0.1  # seconds between two looks at the record
 START_TIMEOUT = 15.0  # seconds; it takes well below one
 

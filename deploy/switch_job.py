@@ -12,8 +12,6 @@ on stdout, {"accepted": bool, "message": str}, once the job has the lock and not
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -24,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from deploy import procfs
+from deploy import files, procfs
 from deploy.switch_steps import Failed, Switch, wait
 from trainer import status
 
@@ -85,8 +83,10 @@ def claim(spec: dict[str, Any]) -> int:
     name = Path(spec["state_root"]) / "names" / spec["name"]
     os.makedirs(name, exist_ok=True)
     lock = os.open(name / "switch.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    if not wait(lambda: take(lock), LOCK_PATIENCE):
-        raise Refused(f"another {holder(lock)} of {spec['name']} is under way")
+    if not wait(lambda: files.take(lock), LOCK_PATIENCE):
+        other = files.words(lock)
+        who = f"{other['what']} (by {other['by']})" if "what" in other and "by" in other else "switch"
+        raise Refused(f"another {who} of {spec['name']} is under way")
     words = {
         "what": "switch" if spec["start"] else "stop",
         "run_path": spec["run_path"] or spec["old_run_path"],
@@ -103,21 +103,6 @@ def claim(spec: dict[str, Any]) -> int:
     if spec["start"]:
         check_start(spec, name)
     return lock
-
-
-def take(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def holder(lock: int) -> str:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        words = json.loads(os.pread(lock, 65536, 0))
-        return f"{words['what']} (by {words['by']})"
-    return "switch"
 
 
 def check_start(spec: dict[str, Any], name: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy import procfs
+from deploy import files, procfs
 from trainer import status
 
 KILL_MARGIN = 10.0  # seconds that launch gets beyond the run's grace to kill the trainer and write exit.json
@@ -153,8 +153,8 @@ class Switch:
         if current == wanted:
             return "skipped", f"{self.spec['release_id']} is current already"
         if current:
-            replace_link(self.name / "previous", current)
-        replace_link(self.name / "current", wanted)
+            files.replace_link(self.name / "previous", current)
+        files.replace_link(self.name / "current", wanted)
         before = f", before {os.path.basename(current)}" if current else ""
         return "ok", f"current is {self.spec['release_id']}{before}"
 
@@ -287,11 +287,3 @@ def read_link(path: Path) -> str | None:
         return os.readlink(path)
     except OSError:
         return None
-
-
-def replace_link(path: Path, target: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    os.symlink(target, temporary)
-    os.replace(temporary, path)

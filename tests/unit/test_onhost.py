@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from deploy import evidence, onhost, switch
+from deploy import evidence, lock, onhost, switch
 from deploy.host import Local
 
-ON_HOST = sorted({*evidence.PROBE, *switch.JOB, "deploy.lock_holder"})
+ON_HOST = sorted({*evidence.PROBE, *switch.JOB, *lock.HOLDER})
 
 
 @pytest.mark.parametrize("module", ON_HOST)
@@ -39,7 +39,7 @@ def test_a_script_for_hosts_is_python_3_9(module):
 
 
 def test_modules_come_after_those_that_they_import():
-    for modules in (evidence.PROBE, switch.JOB):
+    for modules in (evidence.PROBE, switch.JOB, lock.HOLDER):
         for position, module in enumerate(modules):
             text = onhost.source(module)
             for later in modules[position:]:
