@@ -7,16 +7,20 @@ handled here: the trainer makes it, since `docker compose up` has no deploy.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy import files
 from deploy.errors import DeployError
 from deploy.sizes import size
 
@@ -64,8 +68,8 @@ def check_model_dir(path: Path) -> list[str]:
     config = _json(path / "config.json")
     if isinstance(config, str):
         found.append(f"weights {path}: {config}; copy the model again")
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
+    tensors = sorted(path.glob("*.safetensors"))
+    if not tensors:
         other = next(iter(sorted(path.glob("*.bin"))), None)
         what = f" ({other.name} is there: convert it)" if other else ""
         found.append(f"weights {path} hold no *.safetensors file{what}; copy the model again")
@@ -77,16 +81,21 @@ def check_model_dir(path: Path) -> list[str]:
                 f"weights {path}: model.safetensors.index.json has no weight_map; copy the model again"
             )
         else:
-            missing = sorted({str(name) for name in named.values()} - {file.name for file in files})
+            missing = sorted({str(name) for name in named.values()} - {file.name for file in tensors})
             if missing:
                 more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
                 found.append(
                     f"weights {path} lack {missing[0]}{more}, which the index names; copy the model again"
                 )
-    for file in files:
+    for file in tensors:
         problem = safetensors_problem(file)
         if problem:
             found.append(f"weights {path}: {file.name} {problem}; copy it again")
+    for relative, file in _files(path):
+        if file not in (path / "config.json", *tensors) and not file.exists():
+            found.append(
+                f"weights {path}: the link {relative} leads nowhere; remove it, or copy the model again"
+            )
     return found
 
 
@@ -141,12 +150,11 @@ def plan(
     Without `read` what would have to be hashed is called changed, since 50 GB take a minute. `source` must
     have passed `check_model_dir`.
     """
-    files = list(_files(source))
-    total = sum(path.stat().st_size for _, path in files)
+    total = sum(path.stat().st_size for _, path in _files(source))
     name = source.resolve().name
     if _on_tmpfs(source):
         return Weights(str(source), "in-place", str(source), name, "", total, str(shm))
-    stamp = {relative: [path.stat().st_size, path.stat().st_mtime_ns] for relative, path in files}
+    stamp = _stamp(source)
     staged = shm / name
     manifest = _json(staged / MANIFEST)
     if (
@@ -159,38 +167,76 @@ def plan(
         return Weights(str(source), "changed", None, name, "", total, str(shm))
     else:
         progress(f"reading {size(total)} of weights")
-        digest = _tree_digest(files)
+        digest = _tree_digest(list(_files(source)))
     path = shm / f"{name}@{digest[:12]}"
-    present = isinstance(_json(path / MANIFEST), dict) and all(
+    present = _whole(path, stamp)
+    return Weights(str(source), "present" if present else "copy", str(path), name, digest, total, str(shm))
+
+
+def _stamp(source: Path) -> dict[str, list[int]]:
+    """Size and time of change of every file: what tells whether the source is still what was copied."""
+    return {relative: [path.stat().st_size, path.stat().st_mtime_ns] for relative, path in _files(source)}
+
+
+def _whole(path: Path, stamp: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a copy in shared memory has all of its files, each as long as the source's."""
+    return isinstance(_json(path / MANIFEST), dict) and all(
         (path / relative).is_file() and (path / relative).stat().st_size == length
         for relative, (length, _) in stamp.items()
     )
-    return Weights(str(source), "present" if present else "copy", str(path), name, digest, total, str(shm))
 
 
 def stage(weights: Weights, progress: Callable[[str], None] = lambda text: None) -> None:
     """Carry the plan out. Raises DeployError, nothing changed, if there is no room or the copy differs."""
     if weights.action not in ("copy", "present"):
         return
-    source, target = Path(weights.source), Path(str(weights.path))
-    link = target.with_name(weights.name)
-    if weights.action == "copy":
-        target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(target.parent).free
-        if free < weights.bytes:
-            raise DeployError(
-                f"{target.parent} has {size(free)} free, but the weights need {size(weights.bytes)}; "
-                "remove weights that no run uses, or choose another place with shm: in fabric.yaml"
-            )
-        _copy(source, target, weights, progress)
-    temporary = target.with_name(f".{weights.name}.{os.getpid()}.link")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
+    target = Path(str(weights.path))
+    with _lock(target.parent, weights.name, progress):
+        _clear(target.parent, weights.name)
+        if weights.action == "copy" and not _whole(
+            target, _stamp(Path(weights.source))
+        ):  # else another name's deploy was faster
+            _make_room_and_copy(weights, target, progress)
+            _clear(target.parent, weights.name)
+        link = target.with_name(weights.name)
+        try:
+            files.replace_link(link, target.name)
+        except OSError as error:
+            raise DeployError(f"{link} is in the way ({error.strerror}); move it aside") from None
+
+
+@contextlib.contextmanager
+def _lock(shm: Path, name: str, progress: Callable[[str], None]) -> Iterator[None]:
+    """Shared memory is shared: runs of several names, and several clients, may have the same weights."""
+    path = shm / f".{name}.lock"
     try:
-        os.replace(temporary, link)
+        shm.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DeployError(f"{link} is in the way ({error.strerror}); move it aside") from None
+        raise DeployError(f"{path} cannot be made ({error.strerror}); correct shm: in fabric.yaml") from None
+    try:
+        if not files.take(lock):
+            progress(f"another deploy copies weights {name} into {shm}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _clear(shm: Path, name: str) -> None:
+    """Remove damaged copies and what a killed deploy left. Only with the lock: then nobody else copies."""
+    for left in (*shm.glob(f".{glob.escape(name)}.incoming.*"), *shm.glob(f".damaged-{glob.escape(name)}@*")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _make_room_and_copy(weights: Weights, target: Path, progress: Callable[[str], None]) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < weights.bytes:
+        raise DeployError(
+            f"{target.parent} has {size(free)} free, but the weights need {size(weights.bytes)}; "
+            "remove weights that no run uses, or choose another place with shm: in fabric.yaml"
+        )
+    _copy(Path(weights.source), target, weights, progress)
 
 
 def _copy(source: Path, target: Path, weights: Weights, progress: Callable[[str], None]) -> None:
@@ -238,9 +284,9 @@ def _files(source: Path) -> Iterator[tuple[str, Path]]:
                 yield str(path.relative_to(source)), path
 
 
-def _tree_digest(files: list[tuple[str, Path]]) -> str:
+def _tree_digest(parts: list[tuple[str, Path]]) -> str:
     hashed = hashlib.blake2b(digest_size=16)
-    for relative, path in files:
+    for relative, path in parts:
         hashed.update(f"{relative}\0{path.stat().st_size}\n".encode())
         with open(path, "rb") as reading:
             for chunk in iter(lambda: reading.read(_CHUNK), b""):

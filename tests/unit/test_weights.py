@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +94,13 @@ def spoil(kind: str, model: Path) -> str:
     if kind == "no offsets":
         file.write_bytes((8).to_bytes(8, "little") + b'{"a":{}}')
         return ": model.safetensors is damaged: its header is no valid JSON; copy it again"
+    if kind == "lost link":
+        (model / "tokenizer.json").symlink_to("../blobs/gone")
+        return ": the link tokenizer.json leads nowhere; remove it, or copy the model again"
+    if kind == "lost weights":
+        file.unlink()
+        file.symlink_to("../blobs/gone")
+        return ": model.safetensors cannot be read (No such file or directory); copy it again"
     if kind == "shard":
         index = {"weight_map": {"a": "model.safetensors", "b": "x-2.safetensors", "c": "x-3.safetensors"}}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -102,7 +112,7 @@ def spoil(kind: str, model: Path) -> str:
 
 KINDS = (
     "missing, file, no config, bad config, list config, no weights, pickle, short, long, pointer, empty, "
-    "garbage, no offsets, shard, index"
+    "garbage, no offsets, lost link, lost weights, shard, index"
 )
 
 
@@ -116,7 +126,8 @@ def test_a_model_that_is_not_whole_is_one_sentence(kind: str, model: Path) -> No
 
 
 def entries(path: Path) -> list[str]:
-    return sorted(os.listdir(path)) if path.exists() else []
+    """What is in shared memory, but for the lock file, which stays."""
+    return sorted(set(os.listdir(path)) - {".small.lock"}) if path.exists() else []
 
 
 def test_weights_appear_under_their_digest_behind_a_link(model: Path, tmp_path: Path) -> None:
@@ -184,6 +195,54 @@ def test_a_copy_that_lost_a_file_is_made_again(model: Path, tmp_path: Path) -> N
     assert again.action == "copy"
     weights.stage(again)
     assert check_model_dir(shm / "small") == []
+
+
+def test_two_names_that_stage_the_same_weights_at_once_copy_them_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shm = tmp_path / "shm"
+    planned = weights.plan(model, shm)
+    copying, waiting, copied, copy = threading.Event(), threading.Event(), [], weights._copy
+
+    def slow(*arguments: Any) -> None:
+        copying.set()
+        assert waiting.wait(60)
+        copy(*arguments)
+        copied.append(1)
+
+    monkeypatch.setattr(weights, "_copy", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(weights.stage, planned)
+        assert copying.wait(60)
+        said: list[str] = []
+        second = pool.submit(weights.stage, planned, lambda text: (said.append(text), waiting.set()))
+        first.result(60)
+        second.result(60)
+    assert said == [f"another deploy copies weights small into {shm}; waiting for it"]
+    assert copied == [1]
+    assert entries(shm) == ["small", f"small@{planned.digest[:12]}"]
+
+
+def test_what_a_killed_copy_left_behind_is_removed_and_other_weights_are_let_be(
+    model: Path, tmp_path: Path
+) -> None:
+    shm = tmp_path / "shm"
+    others = [".other.incoming.x", ".damaged-other@0123456789ab-1", "small-2@0123456789ab"]
+    for name in (".small.incoming.abc", ".damaged-small@0123456789ab-17", *others):
+        (shm / name).mkdir(parents=True)
+        (shm / name / "x").touch()
+    planned = weights.plan(model, shm)
+    weights.stage(planned)
+    assert entries(shm) == sorted(["small", f"small@{planned.digest[:12]}", *others])
+
+
+def test_a_damaged_copy_does_not_stay_beside_the_new_one(model: Path, tmp_path: Path) -> None:
+    shm = tmp_path / "shm"
+    weights.stage(weights.plan(model, shm))
+    (shm / "small" / "config.json").unlink()
+    planned = weights.plan(model, shm)
+    weights.stage(planned)
+    assert entries(shm) == ["small", f"small@{planned.digest[:12]}"]
 
 
 def test_links_of_a_download_cache_are_followed(model: Path, tmp_path: Path) -> None:
