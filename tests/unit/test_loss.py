@@ -33,6 +33,14 @@ def test_loss_and_gradient_equal_a_plain_cross_entropy(chunk_bytes: int) -> None
     assert torch.equal(visit.correct, (hidden @ head.T).argmax(-1) == labels)
 
 
+def test_a_tie_counts_as_wrong() -> None:
+    """Else a drafter whose logits are all equal would be right everywhere."""
+    _, head, labels, weights = problem()
+    visit = Objective(head)(torch.zeros(M, H, dtype=head.dtype, requires_grad=True), labels, weights)
+    assert not visit.correct.any()
+    torch.testing.assert_close(visit.loss, weights.sum() * torch.tensor(V, dtype=head.dtype).log())
+
+
 def test_the_closed_form_gradient_is_that_of_finite_differences() -> None:
     hidden, head, labels, weights = problem()
     objective = Objective(head)
