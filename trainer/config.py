@@ -3,7 +3,7 @@
 Settings come from three places, the later winning: the defaults below, the ``trainer:`` mapping of ``--config
 FILE.yaml``, the command line. There is one table, the fields of `Settings`; argparse, the reading of YAML and
 the errors are derived from it. Standard library and PyYAML only: a wrong flag is told at once, not after
-torch has been imported.
+torch has been imported. YAML is read as deploy/yamlfile.py reads it (trainer/yamlrules.py).
 """
 
 from __future__ import annotations
@@ -242,11 +242,13 @@ def read_file(path: str) -> dict[str, Any]:
     """The ``trainer:`` mapping of a run's file. Raises InputError naming file and key."""
     import yaml
 
+    from trainer.yamlrules import load
+
     try:
-        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        value = load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"--config {path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise InputError(f"--config {path}: is not valid YAML ({' '.join(str(error).split())})") from None
     mapping = value.get("trainer") if isinstance(value, dict) else None
     if not isinstance(mapping, dict):
