@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,8 @@ from trainer.errors import InputError
 
 # Which files make two tokenizers the same: the vocabulary and the merges, not the chat template.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_SAMPLE = 1 << 20  # bytes at either end of a weight file that stand for it
+_HASHED_WHOLE = 64 << 20  # bytes of weights up to which every byte is read
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -65,6 +69,13 @@ def check_safetensors(path: Path) -> str | None:
 def check_weights(directory: str | Path) -> None:
     """Raises InputError, naming the file, if the safetensors of a model directory are missing or damaged."""
     directory = Path(directory)
+    for name in weight_files(directory):
+        if wrong := check_safetensors(directory / name):
+            raise InputError(f"--target-model {directory}: {name} {wrong}")
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Names of the safetensors that hold the weights. Raises InputError if one is missing, or all are."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -78,8 +89,47 @@ def check_weights(directory: str | Path) -> None:
     for name in names:
         if not (directory / name).exists():
             raise InputError(f"--target-model {directory}: {name} is missing, though {index.name} lists it")
-        if wrong := check_safetensors(directory / name):
-            raise InputError(f"--target-model {directory}: {name} {wrong}")
+    return names
+
+
+def target_digest(directory: str | Path) -> str:
+    """Names a target by content: 16 hex digits over config.json and the weights.
+
+    Of large weights only names, sizes, headers and a mebibyte at either end are read: enough to tell another
+    model, another size or another training apart, and quick for any size. Raises InputError if there are
+    none.
+    """
+    directory = Path(directory)
+    names = weight_files(directory)
+    whole = sum((directory / name).stat().st_size for name in names) <= _HASHED_WHOLE
+    digest = hashlib.sha256(json.dumps(read_config(directory), sort_keys=True).encode())
+    for name in names:
+        size = (directory / name).stat().st_size
+        digest.update(f"\0{name}\0{size}\0".encode())
+        with open(directory / name, "rb") as file:
+            if whole:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+                continue
+            start = file.read(8)
+            digest.update(start + file.read(struct.unpack("<Q", start)[0] + _SAMPLE))
+            file.seek(max(size - _SAMPLE, 0), os.SEEK_SET)
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def stop_tokens(directory: str | Path) -> frozenset[int]:
+    """The tokens that end a text: `eos_token_id` of generation_config.json, else of config.json, if any."""
+    config = read_config(directory)
+    try:
+        generation = json.loads((Path(directory) / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        generation = None
+    for part in (generation, config, config.get("text_config")):
+        value = part.get("eos_token_id") if isinstance(part, dict) else None
+        tokens: Iterable[object] = value if isinstance(value, list) else [value]
+        if found := frozenset(token for token in tokens if type(token) is int):
+            return found
+    return frozenset()
 
 
 def tokenizer_digest(directory: str | Path) -> str:

@@ -44,6 +44,11 @@ class Target:
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"--target-model {directory}: transformers cannot load it ({reason})") from None
+        if more := _more_than_a_product(model):
+            raise InputError(
+                f"--target-model {directory}: its output head is more than a product with a matrix ({more}), "
+                "and the training objective knows no other; choose another target"
+            )
         return cls(model.to(device))
 
     def tap(self, layer_ids: tuple[int, ...] | list[int]) -> None:
@@ -90,3 +95,16 @@ class Target:
         """
         last = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         return self.taken_taps(), last
+
+
+def _more_than_a_product(model: Any) -> str | None:
+    """What an output head does besides one product with a matrix; None if nothing."""
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        return "a bias"
+    config = model.config.get_text_config()
+    if getattr(config, "final_logit_softcapping", None):
+        return "final_logit_softcapping"
+    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if (getattr(config, name, None) or 1) != 1:
+            return name
+    return None
