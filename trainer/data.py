@@ -10,6 +10,7 @@ processes and no resumption changes which anchors a document gets or in which ba
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -53,6 +54,7 @@ def write_completions(directory: str | Path, documents: Iterable[Document], meta
     partial.mkdir()
     schema = pa.schema([("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.uint8()))])
     shards: list[str] = []
+    sums: list[str] = []
     counts = dict.fromkeys(("documents", "tokens", "supervised_tokens", "longest", "largest_id"), 0)
     try:
         stream = iter(documents)
@@ -63,9 +65,10 @@ def write_completions(directory: str | Path, documents: Iterable[Document], meta
                     rows = shard[start : start + BATCH_DOCUMENTS]
                     writer.write_batch(_record_batch(rows, schema, counts))
             shards.append(name)
+            sums.append(_sha256(partial / name))
         if not shards:
             raise InputError(f"nothing to write to {directory}: there is not one document")
-        value = {"schema": SCHEMA, **meta, **counts, "shards": shards}
+        value = {"schema": SCHEMA, **meta, **counts, "shards": shards, "sha256": sums}
         (partial / "data.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         for path in partial.iterdir():
             with open(path, "rb") as file:
@@ -74,6 +77,11 @@ def write_completions(directory: str | Path, documents: Iterable[Document], meta
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _record_batch(rows: list[Document], schema: Any, counts: dict[str, int]) -> Any:
@@ -145,10 +153,16 @@ class Completions:
         start, end = offsets[index - self._starts[batch]], offsets[index - self._starts[batch] + 1]
         return ids[start:end], mask[start:end]
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
-        """Names the data: 16 hex digits over data.json."""
-        text = json.dumps(self.meta, sort_keys=True).encode()
+        """Names the data by content: 16 hex digits over data.json and the shards, which are read only where
+        data.json does not hold their checksums.
+        """
+        shards = self.meta["shards"]
+        sums = self.meta.get("sha256")
+        if not isinstance(sums, list) or len(sums) != len(shards):
+            sums = [_sha256(self.directory / name) for name in shards]
+        text = json.dumps({**self.meta, "sha256": sums}, sort_keys=True).encode()
         return hashlib.sha256(text).hexdigest()[:16]
 
     def check_target(self, tokenizer: str, vocab_size: int) -> None:

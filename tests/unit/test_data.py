@@ -51,6 +51,18 @@ def test_documents_are_read_as_they_were_written(tmp_path: Path, monkeypatch: py
     assert found.lengths.tolist() == [len(ids) for ids, _ in documents]
 
 
+def test_the_digest_is_of_the_content_whether_or_not_checksums_were_kept(tmp_path: Path) -> None:
+    documents = tiny.documents(20)
+    others = [(ids[::-1].copy(), mask) for ids, mask in documents]  # the same counts
+    for name, rows in (("a", documents), ("b", others), ("c", documents)):
+        write_completions(tmp_path / name, rows, META)
+    meta = tmp_path / "c" / "data.json"
+    without = {key: value for key, value in json.loads(meta.read_text()).items() if key != "sha256"}
+    meta.write_text(json.dumps(without))
+    digests = [Completions.open(tmp_path / name).digest for name in "abc"]
+    assert digests[0] == digests[2] != digests[1]
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     def broken():  # type: ignore[no-untyped-def]
         yield [1, 2, 3], [0, 1, 1]
