@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.errors import InputError
-from trainer.modeldir import check_safetensors, check_weights, read_config
+from trainer.modeldir import check_safetensors, check_weights, read_config, stop_tokens
 
 if TYPE_CHECKING:
     from trainer.drafter import Drafter
@@ -135,7 +135,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     target.tap(config.target_layer_ids)
     groups = read_prompts(arguments.prompts, arguments.target, config.vocab_size)
     cases = [Case(name, prompts, arguments.temperature) for name, prompts in groups.items()]
-    rows = evaluate(target, drafter, cases, arguments.new_tokens)
+    rows = evaluate(target, drafter, cases, arguments.new_tokens, stop=stop_tokens(arguments.target))
     if arguments.json:
         print(json.dumps(as_json(rows), indent=1))
     else:

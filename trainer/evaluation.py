@@ -9,6 +9,9 @@ the decoded text is the target's own is not assumed but compared.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -89,6 +92,12 @@ def data_cases(completions: Completions, count: int) -> list[Case]:
     return [Case("training prompts", prompts), Case("training prompts", prompts[:fewer], SAMPLING)]
 
 
+def digest(cases: Sequence[Case]) -> str:
+    """Names what is decoded, and how: 16 hex digits."""
+    text = json.dumps([[case.label, case.temperature, [list(p) for p in case.prompts]] for case in cases])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 # -- measuring ---------------------------------------------------------------------------------------------
 
 
@@ -117,18 +126,25 @@ def _evaluate(
     stop: Collection[int],
 ) -> Row:
     started = said = time.monotonic()
+    doing = ""
+
+    def tick() -> None:
+        nonlocal said
+        if report is not None and time.monotonic() - said >= 1:
+            said = time.monotonic()
+            report(doing)
+
     choices = [Choice(case.temperature, seed=number) for number in range(len(case.prompts))]
-    own = _own_texts(target, case.prompts, choices, new_tokens, stop)
+    doing = f"the target's own continuations of {case.label}: {len(case.prompts)} prompts"
+    own = _own_texts(target, case.prompts, choices, new_tokens, stop, tick)
     lookup = PromptLookup(drafter.config.block_size)
     cycles: list[int] = []
     lookup_cycles: list[int] = []
     leads: list[float] = []
     for number, (prompt, choice) in enumerate(zip(case.prompts, choices, strict=True)):
-        if report is not None and time.monotonic() - said >= 1:
-            said = time.monotonic()
-            report(f"speculative decoding of {case.label}: {number} of {len(case.prompts)} prompts")
+        doing = f"speculative decoding of {case.label}: {number} of {len(case.prompts)} prompts"
         theirs, margins = own[number]
-        ours = speculative(target, BlockDrafter(target, drafter), prompt, new_tokens, choice, stop)
+        ours = speculative(target, BlockDrafter(target, drafter), prompt, new_tokens, choice, stop, tick)
         cycles += ours.cycles
         lookup_cycles += replay(lookup, theirs)
         if ours.tokens != theirs.tokens:
@@ -156,6 +172,7 @@ def _own_texts(
     choices: Sequence[Choice],
     new_tokens: int,
     stop: Collection[int],
+    tick: Callable[[], None],
 ) -> list[tuple[Decoded, list[float]]]:
     """Each prompt's plain continuation and the lead of each of its tokens; those of one length side by
     side.
@@ -163,7 +180,7 @@ def _own_texts(
     found: dict[int, tuple[Decoded, list[float]]] = {}
     for members in _by_length(prompts):
         texts, leads = plain(
-            target, [prompts[i] for i in members], new_tokens, [choices[i] for i in members], stop
+            target, [prompts[i] for i in members], new_tokens, [choices[i] for i in members], stop, tick
         )
         found.update(zip(members, zip(texts, leads, strict=True), strict=True))
     return [found[i] for i in range(len(prompts))]
@@ -193,21 +210,33 @@ def from_json(values: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """For heartbeat and events: the first row's acceptance length, and prompt lookup's."""
-    return {"tau": rows[0].tau, "tau_prompt_lookup": rows[0].lookup_tau} if rows else {}
+    """For heartbeat and events: every row's acceptance length, and prompt lookup's, by what was decoded:
+    tau/known, tau/held_out, tau/known_T0.7, tau_prompt_lookup/known, …
+    """
+    found = {}
+    for row in rows:
+        name = re.sub(r"\W+", "_", row.label.removesuffix(" text"))
+        if row.temperature:
+            name += f"_T{row.temperature:g}"
+        found[f"tau/{name}"] = row.tau
+        found[f"tau_prompt_lookup/{name}"] = row.lookup_tau
+    return found
 
 
-def table(rows: Sequence[Row], title: str, before: Sequence[Row] = ()) -> list[str]:
-    """The rows for people, aligned. With `before`, the same rows measured earlier, τ reads "1.00 → 2.61"."""
-    earlier = {(row.label, row.temperature): row.tau for row in before}
+def table(rows: Sequence[Row], title: str, before: Sequence[Row] | None = ()) -> list[str]:
+    """The rows for people, aligned. With `before`, the same rows measured earlier, τ reads "1.00 → 2.61".
+
+    `before` is None if what was measured earlier cannot be compared; then τ reads "– → 2.61".
+    """
+    earlier = {(row.label, row.temperature): f"{row.tau:.2f}" for row in before or ()}
     cells = [(title, "τ", "prompt lookup's τ", "distinct 3-grams", "text = target's own")]
     for row in rows:
         how = "greedy" if row.temperature == 0 else f"T={row.temperature:g}"
-        then = earlier.get((row.label, row.temperature))
+        then = "–" if before is None else earlier.get((row.label, row.temperature))
         cells.append(
             (
                 f"{row.label}, {how}",
-                f"{row.tau:.2f}" if then is None else f"{then:.2f} → {row.tau:.2f}",
+                f"{row.tau:.2f}" if then is None else f"{then} → {row.tau:.2f}",
                 f"{row.lookup_tau:.2f}",
                 f"{row.distinct3:.2f}",
                 f"{row.identical}/{row.prompts}",

@@ -13,7 +13,7 @@ Letters in shapes: b sequences, n new positions, V vocabulary, B slots in a bloc
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,7 +46,8 @@ class Choice:
 
     Sampling adds Gumbel noise to the logits and takes the largest (which is a sample of the softmax). The
     noise depends on seed and position alone, so two ways of decoding that agree on the logits agree on
-    the sample: only so can it be checked that speculative decoding changes nothing.
+    the sample: only so can it be checked that speculative decoding changes nothing. Noise is kept only
+    from the position last asked for on, since a text is decoded forwards; further back it is drawn again.
     """
 
     def __init__(self, temperature: float = 0.0, seed: int = 0) -> None:
@@ -65,6 +66,7 @@ class Choice:
         """[n, V] logits for the tokens at `position`, `position` + 1, … -> [n, V]; the largest is chosen."""
         if self.temperature == 0:
             return logits
+        self._noise = {at: noise for at, noise in self._noise.items() if at >= position}
         noise = torch.stack([self._noise_at(position + i, logits.shape[-1]) for i in range(len(logits))])
         return logits.float() / self.temperature + noise.to(logits.device)
 
@@ -115,11 +117,13 @@ def plain(
     new_tokens: int,
     choices: Sequence[Choice] | None = None,
     stop: Collection[int] = (),
+    tick: Callable[[], None] | None = None,
 ) -> tuple[list[Decoded], list[list[float]]]:
     """The target's own text for prompts of one length, read side by side, one token per pass.
 
     `choices` has one entry per prompt (default: the likeliest token). A text ends after `new_tokens` or
-    after a token of `stop`. The second result gives by how much each chosen token led over the runner-up,
+    after a token of `stop`. `tick` is called before each pass; what it raises ends the decoding. The second
+    result gives by how much each chosen token led over the runner-up,
     in logits: where it is of the order of rounding, another order of summation may choose otherwise.
     Raises ValueError for prompts of different lengths.
     """
@@ -129,7 +133,10 @@ def plain(
     ids = torch.tensor([list(prompt) for prompt in prompts], device=target.device)
     start = ids.shape[1]
     chosen, leads = [], []
+    running = set(range(len(prompts)))
     for position in range(start, start + new_tokens):
+        if tick is not None:
+            tick()
         logits = cached.read(ids, last=1)[0][:, -1]
         if choices is not None and any(choice.temperature for choice in choices):
             pairs = zip(choices, logits, strict=True)
@@ -138,6 +145,10 @@ def plain(
         ids = best.indices[:, :1]
         chosen.append(ids)
         leads.append(best.values[:, 0] - best.values[:, 1])
+        if stop:
+            running -= {row for row, token in enumerate(ids[:, 0].tolist()) if token in stop}
+            if not running:
+                break
     found = []
     for prompt, row in zip(prompts, torch.cat(chosen, 1).tolist(), strict=True):
         found.append(Decoded([*prompt, *_until(row, stop)], start))
@@ -228,9 +239,11 @@ def speculative(
     new_tokens: int,
     choice: Choice | None = None,
     stop: Collection[int] = (),
+    tick: Callable[[], None] | None = None,
 ) -> Decoded:
     """Decode one text with `proposer`; the same text as `plain` gives with the same `choice`.
 
+    `tick` is called before each cycle; what it raises ends the decoding.
     Raises InputError if the target's cache cannot be cut back.
     """
     choice = choice or Choice()
@@ -247,6 +260,8 @@ def speculative(
     tokens = [*prompt, *choice(logits[-1:], len(prompt))]
     cycles: list[int] = []
     while len(tokens) < goal and tokens[-1] not in stop:
+        if tick is not None:
+            tick()
         guess = proposer.propose(tokens)
         logits, taps = read([tokens[-1], *guess])
         answers = choice(logits, len(tokens))

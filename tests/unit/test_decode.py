@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 
-from trainer import decode
+from trainer import decode, evaluation
+from trainer.attention import Blocks
 from trainer.data import Completions, Portions, Reader, write_completions
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
@@ -19,6 +21,7 @@ from trainer.evaluation import (
     Case,
     as_json,
     data_cases,
+    digest,
     distinct_ngrams,
     evaluate,
     from_json,
@@ -238,6 +241,31 @@ def test_replaying_prompt_lookup_on_the_text_counts_what_decoding_with_it_counts
         assert replay(PromptLookup(BLOCK), own) == real.cycles
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_every_guess_while_decoding_is_what_the_training_forward_gives_at_that_anchor(
+    target: Target, trained: Drafter, temperature: float
+) -> None:
+    guesses: dict[int, list[int]] = {}
+
+    class Noted(BlockDrafter):
+        def propose(self, tokens: Sequence[int]) -> list[int]:
+            guess = super().propose(tokens)
+            guesses[len(tokens) - 1] = guess
+            return guess
+
+    text = speculative(target, Noted(target, trained), PROMPTS[0], NEW, Choice(temperature, 1)).tokens
+    anchors = sorted(guesses)
+    assert len(anchors) > 5
+    blocks = Blocks.build([0] * len(anchors), anchors, BLOCK)
+    ids = torch.full((len(anchors), BLOCK), MASK)
+    ids[:, 0] = torch.tensor(text)[anchors]
+    with torch.no_grad():
+        context = trained.fuse(target.features(torch.tensor([text]))[0])
+        hidden = trained(target.embed(ids), blocks, context)[:, 1:]
+        expected = (hidden @ target.lm_head.T).argmax(-1).tolist()
+    assert [guesses[anchor] for anchor in anchors] == expected
+
+
 # -- sampling ----------------------------------------------------------------------------------------------
 
 
@@ -248,6 +276,16 @@ def test_the_noise_depends_on_seed_and_position_alone() -> None:
     assert torch.equal(together, apart)
     assert not torch.equal(together, Choice(1.0, seed=4).scores(logits, 10))
     assert not torch.equal(together, Choice(1.0, seed=3).scores(logits, 11))
+
+
+def test_the_noise_of_positions_that_are_done_is_not_kept() -> None:
+    choice = Choice(1.0, seed=3)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    first = choice.scores(logits, 10)
+    for position in range(12, 500, 2):
+        choice.scores(logits, position)
+    assert len(choice._noise) == 4
+    assert torch.equal(choice.scores(logits, 10), first)
 
 
 def test_sampling_follows_the_softmax_at_the_temperature() -> None:
@@ -283,15 +321,18 @@ def test_an_evaluation_pools_cycles_and_counts_identical_texts(target: Target, t
     cycles = sum(first.histogram)
     assert sum((i + 1) * n for i, n in enumerate(first.histogram)) == 4 * (NEW - 1)
     assert first.tau == pytest.approx(4 * (NEW - 1) / cycles)
-    assert metrics(rows) == {"tau": first.tau, "tau_prompt_lookup": first.lookup_tau}
+    assert metrics(rows) == {
+        "tau/a": first.tau,
+        "tau_prompt_lookup/a": first.lookup_tau,
+        "tau/b_T0.7": second.tau,
+        "tau_prompt_lookup/b_T0.7": second.lookup_tau,
+    }
     assert from_json(json.loads(json.dumps(as_json(rows)))) == rows
 
 
 def test_a_text_that_differs_is_counted_and_told(
     target: Target, untrained: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer import evaluation
-
     def wrong(*arguments: object) -> Decoded:
         text = speculative(*arguments)  # type: ignore[arg-type]
         return Decoded([*text.tokens[:-1], (text.tokens[-1] + 1) % tiny.VOCABULARY], text.prompt, text.cycles)
@@ -312,6 +353,60 @@ def test_the_table_is_aligned_and_shows_before_and_after(target: Target, untrain
     assert lines[1].startswith("known text, greedy ")
     assert lines[2].startswith("other, T=0.7 ")
     assert lines[1].endswith("3/3")
+    assert f"– → {rows[0].tau:.2f}" in table(rows, "block 5", before=None)[1]
+    assert "→" not in table(rows, "block 5")[1]
+
+
+def test_curves_are_named_by_what_was_decoded(target: Target, untrained: Drafter) -> None:
+    cases = toy_cases({"known": PROMPTS, "held_out": PROMPTS}, 1)
+    assert [name for name in metrics(evaluate(target, untrained, cases, 3)) if name.startswith("tau/")] == [
+        "tau/known",
+        "tau/held_out",
+        "tau/known_T0.7",
+    ]
+
+
+def test_cases_have_one_name_for_one_content() -> None:
+    cases = [Case("a", PROMPTS), Case("b", PROMPTS[:1], 0.7)]
+    others = (
+        [Case("a", PROMPTS[::-1]), cases[1]],
+        [Case("c", PROMPTS), cases[1]],
+        [cases[0], Case("b", PROMPTS[:1], 0.8)],
+    )
+    assert digest(list(cases)) == digest([Case("a", tuple(PROMPTS)), cases[1]])
+    assert digest(cases) not in [digest(other) for other in others]
+
+
+def test_an_evaluation_can_be_ended_at_every_token_of_the_targets_own_text(
+    target: Target, untrained: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits for the whole text would outlast the time that a stop leaves it."""
+
+    class Enough(Exception):
+        pass
+
+    said: list[str] = []
+    passes = []
+    read = CachedTarget.read
+
+    def report(text: str) -> None:
+        said.append(text)
+        if len(said) == 3:
+            raise Enough
+
+    monkeypatch.setattr(evaluation.time, "monotonic", itertools.count(0, 2).__next__)
+    monkeypatch.setattr(CachedTarget, "read", lambda *a, **k: passes.append(1) or read(*a, **k))
+    with pytest.raises(Enough):
+        evaluate(target, untrained, [Case("a", PROMPTS)], NEW, report)
+    assert len(passes) == 2
+    assert said[0] == "the target's own continuations of a: 3 prompts"
+
+
+def test_decoding_can_be_ended_before_every_cycle(target: Target) -> None:
+    ticks = []
+    text = plain(target, PROMPTS[:1], 10)[0][0].tokens
+    speculative(target, Scripted(text, 0), PROMPTS[0], 10, tick=lambda: ticks.append(1))
+    assert len(ticks) == 9
 
 
 def test_the_cases_of_the_toy_and_of_any_data(tmp_path: object) -> None:
@@ -359,6 +454,19 @@ def test_the_command_measures_a_checkpoint(tmp_path, checkpoint, capsys: pytest.
     assert decode.main([*arguments, "--temperature", "0.7", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert (rows[0]["identical"], rows[0]["temperature"]) == (3, 0.7)
+
+
+def test_a_text_ends_where_the_targets_generation_config_says(
+    tmp_path, checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = command(tmp_path, checkpoint, PROMPTS, "--new-tokens", "8", "--json")
+    assert decode.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] == 3 * 8
+    ends = {"eos_token_id": list(range(tiny.VOCABULARY))}
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(ends))
+    assert decode.main(arguments) == 0
+    row = json.loads(capsys.readouterr().out)[0]
+    assert (row["tokens"], row["identical"]) == (3, 3)
 
 
 @pytest.mark.parametrize(
