@@ -28,6 +28,7 @@ from trainer.status import write_json
 
 SCHEMA = 1
 TENSORS = ("drafter.safetensors", "optimizer.safetensors")
+_OLD = ".partial-old-"  # a checkpoint that made room for another one of its step
 
 
 @dataclass
@@ -43,7 +44,9 @@ class State:
     sequence: int = 0  # grows with every save into the output directory
     finished: bool = False
     rng: str = ""  # torch's CPU generator, hex
-    results: dict[str, Any] = field(default_factory=dict)  # of evaluations: {"before": …, "after": …}
+    # Of evaluations: {"before": {"of": what was measured, "rows": […]}, "after": …}
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    wandb_id: str = ""  # of the run in Weights & Biases that a resumed run continues
     schema: int = SCHEMA
 
 
@@ -62,7 +65,8 @@ def output_directory(path: Path) -> Iterator[Path]:
     """Make the output directory and hold it: one trainer at a time may write there.
 
     Raises InputError if it cannot be made or another live trainer holds it. Leftovers of saves that were
-    killed are removed, which is safe because nobody else can be writing.
+    killed are removed, which is safe because nobody else can be writing; a checkpoint that had made room for
+    another that never came is put back.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -76,6 +80,8 @@ def output_directory(path: Path) -> Iterator[Path]:
             raise InputError(
                 f"--output-dir {path}: another trainer is writing there; stop it, or choose another directory"
             ) from None
+        for old in path.glob(f"*/{_OLD}*"):
+            _put_back(old)
         for leftover in path.glob("*/.partial-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         yield path
@@ -99,6 +105,7 @@ def save(
     home = output / state.run_id
     place = home / f"step-{state.step:08d}"
     partial = home / f".partial-{place.name}"
+    old = home / f"{_OLD}{place.name}"
     try:
         state.sequence = 1 + max((f.state.sequence for f in _readable(output)), default=0)
         shutil.rmtree(partial, ignore_errors=True)
@@ -111,16 +118,25 @@ def save(
             _flush(file)
         _flush(partial)
         if place.exists():  # of an earlier start with this run id: it makes room only when ours is complete
-            place.rename(home / f".partial-old-{place.name}")
+            shutil.rmtree(old, ignore_errors=True)
+            place.rename(old)
         partial.rename(place)
-        shutil.rmtree(home / f".partial-old-{place.name}", ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
         _flush(home)
         _point(output / "latest", place)
     except (OSError, SafetensorError) as error:
+        _put_back(old)
         shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(f"no checkpoint at step {state.step}: {home} cannot be written ({error})") from error
     _retire(home, keep)
     return place
+
+
+def _put_back(old: Path) -> None:
+    place = old.with_name(old.name.removeprefix(_OLD))
+    with contextlib.suppress(OSError):
+        if old.exists() and not place.exists():
+            old.rename(place)
 
 
 def finish(found: Found) -> None:

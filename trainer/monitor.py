@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import resource
 import signal
@@ -16,7 +17,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ PARTS = ("data", "target", "forward", "objective", "backward", "optimizer")  # o
 def say(text: str) -> None:
     """One line on stdout, at once."""
     print(text, flush=True)
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for every number that JSON cannot hold (NaN, infinity), also inside mappings."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class StopSignal:
@@ -201,6 +209,7 @@ class Monitor:
 
     def record(self, record: dict[str, Any]) -> None:
         """Take in the record of a log line."""
+        record = finite(record)
         with self._lock:
             self._heartbeat.loss = record["loss"]
             self._heartbeat.tokens_per_second = {

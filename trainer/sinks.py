@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from trainer.errors import InputError
-from trainer.monitor import say
+from trainer.monitor import finite, say
 from trainer.status import RunDir
 
 
@@ -23,26 +23,35 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+S = TypeVar("S", bound=Sink)
+
+
 class MetricsFile:
-    """metrics.jsonl: one line per record, each step once.
+    """metrics.jsonl: one line per record. `kind` says of what: "training" (a step has one at most) or
+    "evaluation".
 
     A run that crashed goes on from its last checkpoint, before the last step that it had logged: lines of
-    steps that will be done again are removed.
+    what will be done again are removed, which includes an evaluation at that very step.
     """
 
     def __init__(self, path: Path, resumed_at: int) -> None:
-        kept = [line for line in _complete_lines(path) if json.loads(line).get("step", 0) <= resumed_at]
+        kept = [line for line in _complete_lines(path) if _stays(json.loads(line), resumed_at)]
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, path)
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed in close()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        record = {"step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        record = {"step": step, "time": round(time.time(), 3), **finite(values)}
+        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def _stays(record: dict[str, Any], resumed_at: int) -> bool:
+    step = record.get("step", 0)
+    return step < resumed_at or (step == resumed_at and record.get("kind") != "evaluation")
 
 
 def _complete_lines(path: Path) -> list[str]:
@@ -88,9 +97,8 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases; offline where no key is known, so that it never asks."""
 
-    def __init__(
-        self, project: str, name: str, run_id: str, directory: Path, settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, project: Project, directory: Path, settings: dict[str, Any]) -> None:
+        """Raises InputError if the package is missing."""
         try:
             import wandb
         except ImportError:
@@ -98,9 +106,9 @@ class Wandb:
         mode = wandb_mode(os.environ, Path(os.path.expanduser("~")))
         os.environ["WANDB_MODE"] = mode
         self._run = wandb.init(
-            project=project,
-            name=name,
-            id=run_id,
+            project=project.name,
+            name=project.run_name,
+            id=project.id,
             resume="allow",
             dir=str(directory),
             config=settings,
@@ -122,19 +130,22 @@ class Project:
 
     name: str
     run_name: str
+    id: str  # of the run: unlike its name, no other run in the project has it
 
 
 class Records:
-    """All the sinks of a run. One that cannot be written is said and passed over: training is worth more."""
+    """All the sinks of a run. One that cannot be opened or written is said and passed over, whatever it
+    raises (W&B has errors of its own): training is worth more.
+    """
 
     def __init__(self) -> None:
         self._sinks: list[Sink] = []
+        self._failing: set[int] = set()  # of the sinks, those whose last record was lost: said once
         self.links: dict[str, str] = {}
 
     def open(
         self,
         run_dir: RunDir | None,
-        run_id: str,
         resumed_at: int,
         project: Project | None,
         fallback: Path,
@@ -145,32 +156,50 @@ class Records:
         Raises InputError if W&B is asked for and not installed.
         """
         if run_dir:
-            self._sinks.append(MetricsFile(run_dir.metrics, resumed_at))
-            self._sinks.append(TensorBoard(run_dir.events, resumed_at))
-            self.links["tensorboard"] = str(run_dir.events)
+            metrics, events = run_dir.metrics, run_dir.events
+            self._add("metrics.jsonl", lambda: MetricsFile(metrics, resumed_at))
+            if self._add("TensorBoard", lambda: TensorBoard(events, resumed_at)):
+                self.links["tensorboard"] = str(events)
         if project:
             home = run_dir.path if run_dir else fallback
-            wandb = Wandb(project.name, project.run_name, run_id, home, settings)
-            self._sinks.append(wandb)
-            if wandb.link:
+            wandb = self._add("Weights & Biases", lambda: Wandb(project, home, settings))
+            if wandb and wandb.link:
                 self.links["wandb"] = wandb.link
-            say(
-                f"wandb {wandb.link}"
-                if wandb.link
-                else f"wandb is offline: its records are under {home}/wandb"
-            )
+                say(f"wandb run {project.id}: {wandb.link}")
+            elif wandb:
+                say(f"wandb run {project.id} is offline: its records are under {home}/wandb")
+
+    def _add(self, name: str, make: Callable[[], S]) -> S | None:
+        try:
+            sink = make()
+        except InputError:
+            raise
+        except Exception as error:
+            say(f"warning: {name} cannot be opened, so nothing is written there ({_reason(error)})")
+            return None
+        self._sinks.append(sink)
+        return sink
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        for sink in self._sinks:
+        for number, sink in enumerate(self._sinks):
             try:
                 sink.write(step, values)
-            except OSError as error:
-                say(f"warning: {type(sink).__name__} could not be written ({error.strerror})")
+                self._failing.discard(number)
+            except Exception as error:
+                if number not in self._failing:
+                    say(f"warning: {type(sink).__name__} could not be written ({_reason(error)})")
+                self._failing.add(number)
 
     def close(self) -> None:
         for sink in self._sinks:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 sink.close()
+
+
+def _reason(error: Exception) -> str:
+    """An exception in one line."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())[:200] or type(error).__name__
 
 
 def wandb_mode(environment: Mapping[str, str], home: Path) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import secrets
 import time
 from pathlib import Path
 
 import torch
 
-from trainer import checkpoint, evaluation
+from trainer import checkpoint, evaluation, resuming
 from trainer.config import Settings
 from trainer.data import Batch, Completions, Portions, Reader
 from trainer.drafter import Drafter
@@ -16,7 +18,7 @@ from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 from trainer.features import Features
 from trainer.loss import Objective, accepted_tokens
-from trainer.modeldir import default_mask_token, tokenizer_digest
+from trainer.modeldir import default_mask_token, stop_tokens, target_digest, tokenizer_digest
 from trainer.monitor import Interval, Monitor, StopSignal, line, say
 from trainer.optim import Optimizer, learning_rate
 from trainer.sinks import Project, Records
@@ -60,7 +62,7 @@ class Trainer:
         self.output = Path(settings.output_dir)
         self.stop = StopSignal()
         self.records = Records()
-        self.saved: Path | None = None  # the last checkpoint of this process
+        self.saved: checkpoint.Found | None = None  # this run's last checkpoint; its state is of its step
         self.device = choose_device(settings.device)
         self.toy_prompts: evaluation.Prompts | None = None  # with the toy target
 
@@ -69,6 +71,7 @@ class Trainer:
         monitor.phase("loading", f"target {target_dir}")
         self.completions = Completions.open(data_dir)
         self.target = Target.load(target_dir, getattr(torch, settings.dtype), self.device)
+        self.stop_tokens = stop_tokens(target_dir)
         vocabulary = self.target.config.vocab_size
         self.completions.check_target(tokenizer_digest(target_dir), vocabulary)
         mask = settings.mask_token_id
@@ -110,7 +113,11 @@ class Trainer:
             epoch=0,
             total=self.total,
             run_id=monitor.run_id,
-            settings={**settings.learning(), "data": self.completions.digest},
+            settings={
+                **settings.learning(),
+                "data": self.completions.digest,
+                "target": resuming.target_name(target_digest(target_dir), toy=settings.target_model == "toy"),
+            },
         )
 
     def _inputs(self) -> tuple[str, str]:
@@ -204,7 +211,7 @@ class Trainer:
         record = interval.summary(rate, self.monitor.memory())
         say(line(self.state.step, self.total, record))
         self.monitor.record(record)
-        self.records.write(self.state.step, {**record, "epoch": self.state.epoch})
+        self.records.write(self.state.step, {"kind": "training", **record, "epoch": self.state.epoch})
 
     # -- stop, save, resume ---------------------------------------------------------------------------
 
@@ -230,24 +237,31 @@ class Trainer:
         self.monitor.phase("checkpointing")
         self.state.rng = bytes(torch.get_rng_state().tolist()).hex()
         try:
-            path = checkpoint.save(
-                self.output,
-                self.state,
-                self.drafter.state_dict(),
-                self.optimizer.state(),
-                self.config.to_json(),
-                self.settings.keep_checkpoints,
-            )
+            path = self._write_checkpoint()
         except checkpoint.SaveError as error:
             self.saved = None
             say(f"warning: {error}")
             self.monitor.phase("training", f"checkpoint failed: {error}")
             return str(error)
-        self.saved = path
+        self.saved = checkpoint.Found(path, dataclasses.replace(self.state))
         say(f"checkpoint {path}")
         self.monitor.checkpoint(path, self.state.step)
         self.monitor.phase("training")
         return None
+
+    def _write_checkpoint(self) -> Path:
+        """Once per step: the tensors of a step are what they are, so a second save renews the state alone."""
+        if self.saved and self.saved.state.step == self.state.step:
+            checkpoint.finish(checkpoint.Found(self.saved.path, self.state))
+            return self.saved.path
+        return checkpoint.save(
+            self.output,
+            self.state,
+            self.drafter.state_dict(),
+            self.optimizer.state(),
+            self.config.to_json(),
+            self.settings.keep_checkpoints,
+        )
 
     def _resume(self) -> None:
         if self.settings.resume == "never":
@@ -255,24 +269,14 @@ class Trainer:
         found = checkpoint.newest(self.output, say)
         if found is None:
             return
-        if found.state.finished:
-            say(f"the newest checkpoint, {found.path}, is of a finished run: starting at step 0")
+        ours = self.state.settings
+        if why := resuming.superseded(found, ours):
+            say(why)
             return
-        theirs, ours = found.state.settings, self.state.settings
         shape = DrafterConfig.from_json(checkpoint.read_config(found))
-        if shape != self.config:
-            raise InputError(
-                f"--resume auto: {found.path} holds another drafter ({_difference(shape, self.config)}); "
-                "use the same settings, or --resume never to start at step 0"
-            )
-        kind = theirs.get("optimizer", "adamw")
-        if kind != ours["optimizer"]:
-            raise InputError(
-                f"--resume auto: {found.path} was trained with --optimizer {kind}; use the same, or "
-                "--resume never to start at step 0"
-            )
-        changed = [key for key in ours if theirs.get(key) != ours[key]]
-        if changed:
+        if wrong := resuming.refusal(found, shape, self.config, ours):
+            raise InputError(wrong)
+        if changed := resuming.changed(found, ours):
             say(f"warning: resuming with other settings than before: {', '.join(changed)}")
         drafter, optimizer = checkpoint.load(found)
         self.drafter.load_state_dict(drafter)
@@ -281,7 +285,13 @@ class Trainer:
         self.state.step = found.state.step
         self.state.micro_batch = found.state.micro_batch
         self.state.epoch = found.state.epoch
-        self.state.results = found.state.results
+        self.state.results = {
+            when: result for when, result in found.state.results.items() if isinstance(result, dict)
+        }
+        self.state.wandb_id = found.state.wandb_id
+        if found.path.parent == self.output / self.state.run_id:  # an earlier attempt of this run
+            self.saved = found
+            self.state.sequence = found.state.sequence
         self.monitor.checkpoint(found.path, found.state.step)
         say(f"resumed from {found.path} at step {found.state.step}")
 
@@ -300,36 +310,52 @@ class Trainer:
             return 0 if wrong is None else SAVE_FAILED
         assert self.saved is not None
         try:
-            checkpoint.finish(checkpoint.Found(self.saved, self.state))
+            checkpoint.finish(checkpoint.Found(self.saved.path, self.state))
         except checkpoint.SaveError as error:
             say(f"warning: {error}")
             return SAVE_FAILED
-        say(f"finished at step {self.state.step}: {self.saved}")
+        say(f"finished at step {self.state.step}: {self.saved.path}")
         return 0
 
     # -- evaluation and records ------------------------------------------------------------
 
     def _evaluate(self, when: str) -> None:
         """Real speculative decoding before the first step or after the last; kept in the checkpoint."""
-        if not self.settings.eval_prompts or when in self.state.results:
-            return
-        if when == "before" and self.state.step:
+        if not self.settings.eval_prompts or (when == "before" and self.state.step):
             return
         count = self.settings.eval_prompts
         if self.toy_prompts:
             cases = evaluation.toy_cases(self.toy_prompts, count)
         else:
             cases = evaluation.data_cases(self.completions, count)
+        of = {
+            "target": self.state.settings["target"],
+            "prompts": evaluation.digest(cases),
+            "eval_prompts": count,
+            "eval_tokens": self.settings.eval_tokens,
+            "stop": sorted(self.stop_tokens),
+        }
+        if self.state.results.get(when, {}).get("of") == of:
+            return
         self.drafter.eval()
         rows = evaluation.evaluate(
-            self.target, self.drafter, cases, self.settings.eval_tokens, self._evaluation_progress
+            self.target,
+            self.drafter,
+            cases,
+            self.settings.eval_tokens,
+            self._evaluation_progress,
+            self.stop_tokens,
         )
         self.drafter.train()
-        before = evaluation.from_json(self.state.results.get("before", []))
-        self.state.results[when] = evaluation.as_json(rows)
+        self.state.results[when] = {"of": of, "rows": evaluation.as_json(rows)}
+        earlier = self.state.results.get("before", {}) if when == "after" else {}
+        differing = [name for name in of if earlier and earlier["of"].get(name) != of[name]]
+        before = None if differing else evaluation.from_json(earlier.get("rows", []))
         for text in evaluation.table(rows, f"speculative decoding, block {self.config.block_size}", before):
             say(text)
-        self.records.write(self.state.step, evaluation.metrics(rows))
+        if differing:
+            say(f"–: was measured with other {', '.join(differing)} before, so it cannot be compared")
+        self.records.write(self.state.step, {"kind": "evaluation", **evaluation.metrics(rows)})
         self.monitor.metrics(**evaluation.metrics(rows))
 
     def _evaluation_progress(self, text: str) -> None:
@@ -342,20 +368,16 @@ class Trainer:
         self.monitor.report(text)
 
     def _open_records(self) -> None:
-        project, run_id = self.settings.wandb_project, self.monitor.run_id
-        wandb = Project(project, self.settings.wandb_run_name or run_id) if project else None
+        wandb = None
+        if self.settings.wandb_project:
+            # Random, since run ids repeat from host to host; kept in the checkpoint, so that it is continued.
+            self.state.wandb_id = self.state.wandb_id or secrets.token_hex(8)
+            name = self.settings.wandb_run_name or self.monitor.run_id
+            wandb = Project(self.settings.wandb_project, name, self.state.wandb_id)
         run_dir = self.monitor.run_dir
-        self.records.open(run_dir, run_id, self.state.step, wandb, self.output, self.state.settings)
+        self.records.open(run_dir, self.state.step, wandb, self.output, self.state.settings)
         for name, where in self.records.links.items():
             self.monitor.link(name, where)
 
     def close(self) -> None:
         self.records.close()
-
-
-def _difference(theirs: DrafterConfig, ours: DrafterConfig) -> str:
-    return ", ".join(
-        f"{name} {value} instead of {getattr(ours, name)}"
-        for name, value in vars(theirs).items()
-        if value != getattr(ours, name)
-    )

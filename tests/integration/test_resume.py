@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from trainer import checkpoint
+from trainer import checkpoint, toy
 from trainer.__main__ import main
 from trainer.monitor import StopSignal
 from trainer.status import RunDir
@@ -210,6 +212,151 @@ def test_a_checkpoint_of_another_shape_is_refused_and_never_starts_over_it(
     assert "num_hidden_layers 2 instead of 1" in capsys.readouterr().err
     assert state(tmp_path / "out")["step"] == 2
     assert main([*flags, "--num-draft-layers", "1", "--resume", "never"]) == 0
+
+
+def test_a_checkpoint_for_another_target_is_refused(
+    model: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of the same shape and with the same tokenizer: nothing but its weights tells it apart."""
+    with monkeypatch.context() as patched:
+        stop_after(patched, 2, "signal")
+        assert main(tiny.flags(*model, tmp_path / "out")) == 0
+    other = tiny.target_directory(tmp_path / "other", tiny.qwen3(initializer_range=0.3))
+    flags = tiny.flags(other, model[1], tmp_path / "out")
+    assert main(flags) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "was trained for another target" in said
+    assert "--resume never to start at step 0" in said
+    assert state(tmp_path / "out")["step"] == 2
+    assert main([*flags, "--resume", "never"]) == 0
+    moved = tiny.target_directory(tmp_path / "moved")  # the first one's content elsewhere
+    with monkeypatch.context() as patched:
+        stop_after(patched, 2, "signal")
+        assert main([*tiny.flags(*model, tmp_path / "again")]) == 0
+    assert main(tiny.flags(moved, model[1], tmp_path / "again")) == 0
+    assert "at step 2" in capsys.readouterr().out
+
+
+def test_a_toy_that_was_made_anew_starts_at_step_0_and_says_why(
+    model: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is cut by wall-clock time, so what was trained for the one before is of no use."""
+    made = [model[0], tiny.target_directory(tmp_path / "anew", tiny.qwen3(initializer_range=0.3))]
+
+    def ensure(*_: object) -> toy.Toy:
+        prompts = {"known": [[1, 2, 3]], "held_out": [[4, 5, 6]]}
+        return toy.Toy(made[0], model[1], "digest", prompts, made=True)
+
+    monkeypatch.setattr(toy, "ensure", ensure)
+    flags = tiny.flags(Path("toy"), model[1], tmp_path / "out")
+    with monkeypatch.context() as patched:
+        stop_after(patched, 2, "signal")
+        assert main(flags) == 0
+    with monkeypatch.context() as patched:
+        stop_after(patched, 3, "signal")
+        assert main(flags) == 0  # the same toy: it goes on
+    assert "at step 2" in capsys.readouterr().out
+    made.reverse()
+    assert main(flags) == 0
+    said = capsys.readouterr().out
+    assert "earlier toy target, which has been made anew since" in said
+    assert "starting at step 0" in said
+    assert "step 1/10" in said
+    assert state(tmp_path / "out")["finished"]
+
+
+def test_an_evaluation_is_not_compared_with_one_of_other_prompts_or_lengths(
+    model: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = tiny.flags(*model, tmp_path / "out", eval_prompts=2, eval_tokens=4)
+    for changes, differing in (
+        ((), None),
+        (("--eval-tokens", "5"), "eval_tokens"),
+        (("--eval-prompts", "3"), "prompts, eval_prompts"),
+    ):
+        with monkeypatch.context() as patched:
+            stop_after(patched, 2, "signal")
+            assert main([*flags, "--resume", "never"]) == 0
+        capsys.readouterr()
+        assert main([*flags, *changes]) == 0
+        said = capsys.readouterr().out
+        assert ("– → " in said) == bool(changes)
+        assert bool(re.search(r"\d → ", said)) == (not changes)
+        assert ("–: was measured with other" in said) == bool(changes)
+        assert (differing or "") in said
+
+
+def test_an_evaluation_ends_a_text_where_the_target_would(model: tuple[Path, Path], tmp_path: Path) -> None:
+    target = tiny.target_directory(tmp_path / "target")
+    ends = {"eos_token_id": list(range(tiny.VOCABULARY))}
+    (target / "generation_config.json").write_text(json.dumps(ends))
+    assert main(tiny.flags(target, model[1], tmp_path / "out", eval_prompts=2, max_steps=1)) == 0
+    rows = state(tmp_path / "out")["results"]["after"]["rows"]
+    assert [row["tokens"] for row in rows] == [row["prompts"] for row in rows]
+
+
+def test_a_step_is_saved_once_whatever_asks_for_it(
+    model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second save would have to move the first one away, and for a moment there would be none."""
+    saved: list[int] = []
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *a: saved.append(a[1].step) or save(*a))
+    (tmp_path / "0001-x").mkdir()
+    flags = [
+        *tiny.flags(*model, tmp_path / "out", save_interval=4, keep_checkpoints=1),
+        *("--run-dir", str(tmp_path / "0001-x")),
+    ]
+    with monkeypatch.context() as patched:
+        stop_after(patched, 4, "signal")
+        assert main(flags) == 0
+    assert saved == [4]
+    with monkeypatch.context() as patched:  # the next attempt of this run, stopped before its first step
+        patched.setattr(Trainer, "_boundary", lambda self: self._save() or 0)
+        assert main(flags) == 0
+    assert saved == [4]
+    assert state(tmp_path / "out")["sequence"] == 1
+    assert main(flags) == 0
+    assert saved == [4, 8, 10]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_in_its_own_run_of_weights_and_biases(
+    model: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def ids(output: Path) -> list[str]:
+        found = sorted(output.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+        return [path.stem.removeprefix("run-") for path in found]
+
+    flags = tiny.flags(*model, tmp_path / "out", wandb_project="p")
+    with monkeypatch.context() as patched:
+        stop_after(patched, 2, "signal")
+        assert main(flags) == 0
+    (first,) = ids(tmp_path / "out")
+    assert f"wandb run {first} is offline" in capsys.readouterr().out
+    time.sleep(1.1)  # its directories are named by the second
+    assert main(flags) == 0
+    assert set(ids(tmp_path / "out")) == {first}
+    assert state(tmp_path / "out")["wandb_id"] == first
+    assert main(tiny.flags(*model, tmp_path / "other", wandb_project="p")) == 0  # also called "local"
+    assert ids(tmp_path / "other") != [first]
 
 
 def test_other_settings_that_matter_are_named_when_resuming(

@@ -74,6 +74,40 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "0001-x").iterdir()] == ["step-00000020"]
 
 
+def test_a_checkpoint_that_made_room_for_one_that_never_came_is_put_back(tmp_path: Path) -> None:
+    """A kill between the two renames of a save at a step that had a checkpoint."""
+    place = store(tmp_path, 20, keep=1)
+    place.rename(place.with_name(".partial-old-step-00000020"))
+    place.with_name(".partial-step-00000020").mkdir()
+    with output_directory(tmp_path):
+        assert step_of(tmp_path) == 20
+        assert [p.name for p in place.parent.iterdir()] == ["step-00000020"]
+    (place.parent / ".partial-old-step-00000020").mkdir()  # killed after both: the old one is superfluous
+    with output_directory(tmp_path):
+        assert step_of(tmp_path) == 20
+        assert [p.name for p in place.parent.iterdir()] == ["step-00000020"]
+
+
+def test_a_save_that_fails_between_its_renames_leaves_the_checkpoint_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(tmp_path, 20, epoch=2)
+    rename = Path.rename
+
+    def full(self: Path, goal: Path) -> Path:
+        if self.name == ".partial-step-00000020":
+            raise OSError(28, "No space left on device")
+        return rename(self, goal)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", full)
+        with pytest.raises(SaveError, match="No space left"):
+            store(tmp_path, 20, epoch=3)
+    found = newest(tmp_path, print)
+    assert found is not None
+    assert found.state.epoch == 2
+
+
 @pytest.mark.parametrize(
     ("file", "how"),
     [

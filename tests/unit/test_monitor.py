@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer import sinks
 from trainer.monitor import PARTS, Interval, Monitor, line
-from trainer.sinks import MetricsFile, TensorBoard, Wandb, _flat, wandb_mode
+from trainer.sinks import MetricsFile, Project, Records, TensorBoard, Wandb, _flat, wandb_mode
 from trainer.status import RunDir, write_json
 
 
@@ -217,11 +218,11 @@ def test_wandb_without_a_key_keeps_the_run_on_the_disk_and_gives_no_link(
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    sink = Wandb("p", "n", "0001-x", tmp_path, {"lr": 6e-4})
+    sink = Wandb(Project("p", "n", "0a1b"), tmp_path, {"lr": 6e-4})
     assert sink.link is None
     sink.write(3, {"loss": 1.0})
     sink.close()
-    (record,) = tmp_path.glob("wandb/offline-run-*-0001-x/run-0001-x.wandb")
+    (record,) = tmp_path.glob("wandb/offline-run-*-0a1b/run-0a1b.wandb")
     assert b"loss" in record.read_bytes()
 
 
@@ -232,7 +233,82 @@ def test_wandb_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="--wandb-project needs the package wandb"):
-        Wandb("p", "n", "0001-x", tmp_path, {})
+        Wandb(Project("p", "n", "0a1b"), tmp_path, {})
+    with pytest.raises(InputError, match="--wandb-project needs the package wandb"):
+        Records().open(None, 0, Project("p", "n", "0a1b"), tmp_path, {})
+
+
+def test_a_sink_that_cannot_be_opened_is_said_and_passed_over(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def no_network(*_: object) -> None:
+        raise RuntimeError("the service\ndid not reply")  # W&B's errors are no OSError
+
+    monkeypatch.setattr(sinks, "MetricsFile", full)
+    monkeypatch.setattr(sinks, "Wandb", no_network)
+    records = Records()
+    records.open(run_dir, 0, Project("p", "n", "0a1b"), run_dir.path, {})
+    records.write(1, {"loss": 1.0})
+    records.close()
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "warning: metrics.jsonl cannot be opened, so nothing is written there (No space left on device)",
+        "warning: Weights & Biases cannot be opened, so nothing is written there (the service did not reply)",
+    ]
+    assert list(run_dir.events.iterdir())
+    assert list(records.links) == ["tensorboard"]
+
+
+def test_a_sink_that_cannot_be_written_is_said_once_and_again_after_it_could(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = iter([RuntimeError("gone"), OSError(28, "full"), None, RuntimeError("gone")])
+
+    def write(*_: object) -> None:
+        if outcome := next(outcomes):
+            raise outcome
+
+    monkeypatch.setattr(MetricsFile, "write", write)
+    records = Records()
+    records.open(run_dir, 0, None, run_dir.path, {})
+    for step in range(4):
+        records.write(step, {})
+    monkeypatch.setattr(MetricsFile, "close", lambda _: 1 / 0)
+    records.close()
+    assert capsys.readouterr().out == "warning: MetricsFile could not be written (gone)\n" * 2
+
+
+def test_a_loss_that_is_not_finite_is_null_wherever_json_is_written(run_dir: RunDir, tmp_path: Path) -> None:
+    nan = float("nan")
+    sink = MetricsFile(tmp_path / "metrics.jsonl", resumed_at=0)
+    sink.write(1, {"loss": nan, "phase_seconds": {"data": float("inf")}, "lr": 0.1})
+    sink.close()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (record["loss"], record["phase_seconds"], record["lr"]) == (None, {"data": None}, 0.1)
+    monitor = Monitor(run_dir.path)
+    monitor.record({**RECORD, "loss": nan, "tau_hat": nan})
+    monitor.close()
+    assert run_dir.heartbeats()[0].loss is None
+    assert run_dir.heartbeats()[0].metrics["tau_hat"] is None
+
+
+def test_an_evaluation_that_is_repeated_stands_in_the_metrics_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path, resumed_at=0)
+    for step, kind in ((0, "evaluation"), (1, "training"), (2, "training"), (2, "evaluation")):
+        first.write(step, {"kind": kind})
+    first.close()
+    MetricsFile(path, resumed_at=2).close()
+    assert [(r["step"], r["kind"]) for r in map(json.loads, path.read_text().splitlines())] == [
+        (0, "evaluation"),
+        (1, "training"),
+        (2, "training"),
+    ]
+    MetricsFile(path, resumed_at=0).close()  # nothing was saved: it starts over, with the evaluation
+    assert path.read_text() == ""
 
 
 def test_a_heartbeat_that_does_not_fit_on_the_disk_ends_nothing(

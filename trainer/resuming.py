@@ -1,0 +1,67 @@
+"""Whether the newest checkpoint may be gone on from, and what is said about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.checkpoint import Found
+from trainer.drafter_config import DrafterConfig
+
+TOY = "toy "  # before the digest of a target that the trainer made itself
+
+
+def target_name(digest: str, *, toy: bool) -> str:
+    """A target as State.settings names it."""
+    return f"{TOY}{digest}" if toy else digest
+
+
+def superseded(found: Found, ours: dict[str, Any]) -> str | None:
+    """Why a run starts at step 0 although there is a checkpoint; None if it should go on from it.
+
+    A toy is cut by wall-clock time: made anew, it is another target, and nobody has asked for that one.
+    """
+    if found.state.finished:
+        return f"the newest checkpoint, {found.path}, is of a finished run: starting at step 0"
+    theirs = found.state.settings.get("target")
+    both_toys = str(theirs).startswith(TOY) and str(ours["target"]).startswith(TOY)
+    if both_toys and theirs != ours["target"]:
+        return (
+            f"the newest checkpoint, {found.path}, was trained for an earlier toy target, which has been "
+            "made anew since (its cache was lost, or its recipe or code changed): starting at step 0"
+        )
+    return None
+
+
+def refusal(found: Found, shape: DrafterConfig, wanted: DrafterConfig, ours: dict[str, Any]) -> str | None:
+    """Why `found`, whose drafter has `shape`, cannot be gone on from with these settings; None if it can."""
+    theirs = found.state.settings
+    if theirs.get("target", ours["target"]) != ours["target"]:
+        return (
+            f"--resume auto: {found.path} was trained for another target ({theirs['target']} instead of "
+            f"{ours['target']}); use the same --target-model, or --resume never to start at step 0"
+        )
+    if shape != wanted:
+        return (
+            f"--resume auto: {found.path} holds another drafter ({_difference(shape, wanted)}); "
+            "use the same settings, or --resume never to start at step 0"
+        )
+    kind = theirs.get("optimizer", "adamw")
+    if kind != ours["optimizer"]:
+        return (
+            f"--resume auto: {found.path} was trained with --optimizer {kind}; use the same, or "
+            "--resume never to start at step 0"
+        )
+    return None
+
+
+def changed(found: Found, ours: dict[str, Any]) -> list[str]:
+    """Names of the settings that decide what is learnt and are not what they were."""
+    return [key for key in ours if found.state.settings.get(key) != ours[key]]
+
+
+def _difference(theirs: DrafterConfig, ours: DrafterConfig) -> str:
+    return ", ".join(
+        f"{name} {value} instead of {getattr(ours, name)}"
+        for name, value in vars(theirs).items()
+        if value != getattr(ours, name)
+    )
