@@ -137,7 +137,14 @@ def plan_same(goal: Target, name: str, *, install: bool = True, lock_wait: float
     python = goal.settings.python or facts["python_path"]
     seen = survey.Survey(facts, layout, survey.Interpreter(python), {}, {})
     made = plan.make_same(seen, goal.settings, run.command, install=install)
-    return made, Work(run, python, heartbeats=run.command[1:4] == ["-u", "-m", "trainer"])
+    if run.secrets and run.secrets_file not in facts["names"][name]["secrets"]:
+        raise DeployError(
+            f"the secrets of release {current} of {name} ({', '.join(run.secrets)}) are on "
+            f"{goal.settings.name} no more; fab {'restart' if seen.live else 'deploy'} reads them again"
+        )
+    return made, Work(
+        run, python, secrets_from=run.secrets_file, heartbeats=run.command[1:4] == ["-u", "-m", "trainer"]
+    )
 
 
 def plan_stop(goal: Target, name: str, *, lock_wait: float = 0, progress: Progress = silent) -> Plan:

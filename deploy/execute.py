@@ -11,7 +11,7 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Work:
     root: Path = Path()
     first_heartbeat_timeout_seconds: float = FIRST_HEARTBEAT_TIMEOUT
     heartbeats: bool = True
+    secrets_from: str | None = None  # a file on the host that is copied instead of `secrets`, for --same
 
 
 def run_of(
@@ -57,7 +58,6 @@ def run_of(
         git=dict(new.git),
         environment=dict(environment),
         secrets=sorted(settings.secrets),
-        secrets_file=plan.layout.secrets if settings.secrets else None,
         run_file=plan.run_file,
         changes=dict(plan.changes),
         working_directory=cwd,
@@ -91,13 +91,10 @@ def start(plan: Plan, host: Host, work: Work, report: Report, lock_wait: float =
             done = release.write(host, layout, work.release)
             report(f"release {work.release.id} {done}")
         host.run(["mkdir", "-p", "--", layout.checkpoints, layout.cache], timeout=20)
-        if work.secrets:
-            values = secrets.read(work.secrets, work.root)
-            host.write(layout.secrets, secrets.content(values), mode=0o400)
+        values = _secrets(host, work)
         held.check()
-        run_path = _new_run(host, layout.runs, work.run)
+        run_path, run = _new_run(host, layout, work.run, values)
         try:
-            run = dataclasses.replace(work.run, run_id=Path(run_path).name)
             spec = {
                 "state_root": layout.state,
                 "name": plan.name,
@@ -113,13 +110,18 @@ def start(plan: Plan, host: Host, work: Work, report: Report, lock_wait: float =
                     run, facts, layout.release(str(plan.release)), run_path=run_path, python=work.python
                 ),
             }
-            return run_path, switch.start(host, spec)
+            record = switch.start(host, spec)
         except HostError:  # perhaps it did start: then the directory is the run's
             raise
         except DeployError:  # refused
             with contextlib.suppress(OSError):
                 shutil.rmtree(run_path)
+            if run.secrets_file:
+                _remove(host, [run.secrets_file], report)
             raise
+        # Only now: had another switch been under way, the run that it starts would have needed its file.
+        _remove(host, secrets.over(facts, plan.name), report)
+        return run_path, record
 
 
 def stop(plan: Plan, host: Host, report: Report, lock_wait: float = 0) -> str:
@@ -168,19 +170,47 @@ def _still(plan: Plan, facts: Mapping[str, Any]) -> None:
         )
 
 
-def _new_run(host: Host, runs: str, run: status.Run) -> str:
-    """Make the run's directory with its run.json, and return its path. Only this machine's disk, for now."""
+def _secrets(host: Host, work: Work) -> bytes | None:
+    """What the run's secrets file will hold; None for a run without secrets."""
+    if work.secrets_from is not None:
+        found = host.read(work.secrets_from)
+        if found is None:
+            raise DeployError(f"{host.name}: {work.secrets_from} is gone; fab deploy reads the secrets again")
+        return found
+    return secrets.content(secrets.read(work.secrets, work.root)) if work.secrets else None
+
+
+def _remove(host: Host, paths: Sequence[str], report: Report) -> None:
+    """Remove files that nobody needs any more. A failure is only told: the next deploy tries again."""
+    if paths:
+        try:
+            host.run(["rm", "-f", "--", *paths], timeout=20)
+        except HostError as error:
+            report(f"secrets of runs that are over could not be removed: {error}")
+
+
+def _new_run(
+    host: Host, layout: release.Layout, run: status.Run, values: bytes | None
+) -> tuple[str, status.Run]:
+    """Make the run's directory with its run.json, and its secrets beside the name.
+
+    Returns the directory's path and what run.json holds. Only this machine's disk, for now.
+    """
     try:
-        directory = status.allocate_run(runs, run.name)
+        directory = status.allocate_run(layout.runs, run.name)
     except OSError as error:
-        raise DeployError(f"{host.name}: {runs} cannot take a new run: {error.strerror}") from None
+        raise DeployError(f"{host.name}: {layout.runs} cannot take a new run: {error.strerror}") from None
+    run_id = directory.path.name
     whole = dataclasses.replace(
         run,
-        run_id=directory.path.name,
+        run_id=run_id,
+        secrets_file=None if values is None else layout.secrets(run_id),
         created=time.time(),
         who=lock.who(),
         origin=lock.who().partition("@")[2],
     )
     data = json.dumps(dataclasses.asdict(whole), ensure_ascii=False, indent=1) + "\n"
+    if values is not None:
+        host.write(layout.secrets(run_id), values, mode=0o400)
     host.write(str(directory.path / "run.json"), data.encode())
-    return str(directory.path)
+    return str(directory.path), whole

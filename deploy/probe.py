@@ -7,7 +7,7 @@ The object: schema time hostname user uid home python python_path boot_time cloc
 state {root exists writable owner_uid free_bytes total_bytes}, shm {root is_tmpfs writable free_bytes
 total_bytes}, memory {total available}, environment {PYTHON*}, cpus, engine {client answers version compose
 error}, tini, apt, systemd, names {name: {current previous releases stop
-changed {release: files that are not as they were deployed}}}, runs [..], switch and locks
+secrets [paths] changed {release: files that are not as they were deployed}}}, runs [..], switch and locks
 {name: null or who holds it}, weights [{name digest path bytes}], problems [..]. Sizes are bytes, times Unix
 seconds, `cpu_ticks` two counts `sample_seconds` apart (one, without a sample or once the process is gone), of
 which there are `clock_ticks` a second.
@@ -34,6 +34,7 @@ from trainer import status
 RUNS_PER_NAME = 20
 TAIL_BYTES = 4096
 MANIFEST = "release.json"
+SECRETS = re.compile(r"^secrets(-.*)?$")  # by name only: what is in them leaves the host nowhere
 WEIGHTS = re.compile(r"^(?P<name>.+)@(?P<digest>[0-9a-f]{6,64})$")
 
 
@@ -118,6 +119,7 @@ class Probe:
                     "previous": machine.link(path / "previous"),
                     "releases": self.entries(path / "releases"),
                     "stop": self.object(path / "stop.json"),
+                    "secrets": [str(path / entry) for entry in self.entries(path) if SECRETS.match(entry)],
                 }
         return found
 

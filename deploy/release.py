@@ -52,9 +52,8 @@ class Layout:
     def cache(self) -> str:
         return self.cache_root or f"{self.home}/cache"
 
-    @property
-    def secrets(self) -> str:
-        return f"{self.home}/secrets"
+    def secrets(self, run_id: str) -> str:
+        return f"{self.home}/secrets-{run_id}"
 
     @property
     def runs(self) -> str:

@@ -1,7 +1,8 @@
-"""Secrets: read on this machine, kept on the host in one file that nobody but its owner reads.
+"""Secrets: read on this machine, kept on the host in one file a run that nobody but its owner reads.
 
 They never reach an argument, a release, run.json, a plan or a log: what these hold are names. The file lies
-outside the releases, `names/<name>/secrets`, mode 0400, and launch hands its lines to the trainer alone.
+outside the releases, `names/<name>/secrets-<run-id>`, mode 0400, and launch hands its lines to the trainer
+alone, at every attempt. So it is never written to again, and it goes with the first deploy after its run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from deploy.errors import DeployError
 from deploy.settings import SecretSource
@@ -58,6 +60,16 @@ def content(values: Mapping[str, str]) -> bytes:
             )
     end = "\0" if any("\n" in value for value in values.values()) else "\n"
     return "".join(f"{name}={value}{end}" for name, value in sorted(values.items())).encode()
+
+
+def over(facts: Mapping[str, Any], name: str) -> list[str]:
+    """The files of a name that no run in progress reads, by the probe's facts."""
+    read = [
+        (run["run"] or {}).get("secrets_file")
+        for run in facts["runs"]
+        if run["name"] == name and run["alive"]
+    ]
+    return [path for path in facts["names"].get(name, {}).get("secrets", []) if path not in read]
 
 
 def _read(name: str, source: SecretSource, root: Path, environment: Mapping[str, str]) -> str:

@@ -173,7 +173,9 @@ def test_a_release_that_was_edited_on_the_host_is_named_and_not_started_again_as
     fab.ok("deploy", "--no-follow")
     made = fab.runs[0].run()
     assert made is not None
-    edited = fab.place.root / "names" / "demo" / "releases" / made.release["id"] / "app" / "trainer" / "guard.py"
+    edited = (
+        fab.place.root / "names" / "demo" / "releases" / made.release["id"] / "app" / "trainer" / "guard.py"
+    )
     edited.chmod(0o644)
     edited.write_text(edited.read_text() + "# edited\n")
     named = "app/trainer/guard.py"
@@ -347,8 +349,42 @@ def test_hostile_values_reach_the_process_byte_for_byte_and_secrets_reach_nothin
     home = fab.place.root / "names" / "demo"
     holding = {path for path, (_, data) in fab.snapshot().items() if b"hunter2" in data}
     logs = {path for path in holding if "/log/" in path}  # the command printed them itself
-    assert holding - logs == {str(home / "secrets")}
-    assert (home / "secrets").stat().st_mode & 0o777 == 0o400
+    assert holding - logs == {str(home / "secrets-0001-demo")}
+    assert (home / "secrets-0001-demo").stat().st_mode & 0o777 == 0o400
+
+
+@pytest.mark.slow
+def test_every_run_keeps_the_secrets_that_it_was_started_with_and_those_of_runs_that_are_over_go(
+    fab: Fab,
+) -> None:
+    """The run in progress reads its file at every attempt, also while the next one is made ready."""
+    home = fab.place.root / "names" / "demo"
+
+    def kept() -> dict[str, str]:
+        return {path.name: path.read_text() for path in home.glob("secrets*")}
+
+    fab.file(COUNTING + "secrets: {TOKEN: {env: MINE}}\n")
+    fab.ok("deploy", "--no-follow", MINE="one")
+    (home / "secrets").write_text("TOKEN=left by an earlier version\n")
+    fab.ok("restart", "--no-follow", MINE="two")
+    assert kept() == {"secrets-0001-demo": "TOKEN=one\n", "secrets-0002-demo": "TOKEN=two\n"}
+    fab.ok("restart", "--same", "--no-follow")  # needs no MINE
+    assert kept() == {"secrets-0002-demo": "TOKEN=two\n", "secrets-0003-demo": "TOKEN=two\n"}
+    made = fab.runs[2].run()
+    assert made is not None
+    assert made.secrets_file == str(home / "secrets-0003-demo")
+    fab.ok("stop")
+    (home / "secrets-0003-demo").rename(fab.root / "aside")
+    done = fab.run("restart", "--same", "--no-follow")
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"the secrets of release {made.release['id']} of demo (TOKEN) are on localhost no more; "
+        "fab deploy reads them again\n",
+    )
+    (fab.root / "aside").rename(home / "secrets-0003-demo")
+    fab.file(COUNTING)
+    fab.ok("deploy", "--no-follow")
+    assert kept() == {}
 
 
 def test_weights_are_staged_and_the_command_learns_where(fab: Fab, tmp_path: Path) -> None:

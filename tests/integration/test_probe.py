@@ -125,12 +125,14 @@ def test_names_with_releases_and_links_are_listed(place):
     (name / "current").symlink_to("releases/bbbbbbbbbbbb")
     (name / "previous").symlink_to("releases/aaaaaaaaaaaa")
     (name / "releases" / ".cccc.tmp").mkdir()
+    (name / "secrets-0001-demo").touch()
     facts = collect(place, sample=0)
     assert facts["names"]["demo"] == {
         "current": "bbbbbbbbbbbb",
         "previous": "aaaaaaaaaaaa",
         "releases": ["aaaaaaaaaaaa", "bbbbbbbbbbbb"],
         "stop": None,
+        "secrets": [str(name / "secrets-0001-demo")],
         "changed": {"bbbbbbbbbbbb": ["release.json"]},  # (it has none)
     }
     assert facts["switch"] == {"demo": None}
