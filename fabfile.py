@@ -89,6 +89,13 @@ def whole(flag: str, text: str) -> int:
     return int(text)
 
 
+def waits(lock_wait: str) -> Any:
+    """--lock-wait as one deadline, for planning and for the lock."""
+    from deploy import lock
+
+    return lock.Patience(whole("--lock-wait", lock_wait))
+
+
 def say(text: str) -> None:
     """Progress: beside the result, never in it."""
     print(text, file=sys.stderr, flush=True)
@@ -154,18 +161,14 @@ def deploy(
     """Make the host run what the files say, then follow the log."""
     from deploy import actions
 
+    patience = waits(lock_wait)
     goal = actions.target(host, ROOT)
     wanted = actions.recipe(goal, run, name, set)
     made, work = actions.plan_deploy(
-        "deploy",
-        goal,
-        wanted,
-        install=not no_install,
-        lock_wait=whole("--lock-wait", lock_wait),
-        progress=say,
+        "deploy", goal, wanted, install=not no_install, lock_wait=patience, progress=say
     )
     return carry_out(
-        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=lock_wait
+        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=patience
     )
 
 
@@ -187,6 +190,7 @@ def restart(
     """Save, stop, and start anew with what the files say now."""
     from deploy import actions
 
+    patience = waits(lock_wait)
     goal = actions.target(host, ROOT)
     if same and set:
         raise DeployError(
@@ -194,21 +198,14 @@ def restart(
         )
     if same:
         name = actions.name_of(goal, run, name)
-        made, work = actions.plan_same(
-            goal, name, install=not no_install, lock_wait=whole("--lock-wait", lock_wait)
-        )
+        made, work = actions.plan_same(goal, name, install=not no_install, lock_wait=patience)
     else:
         wanted = actions.recipe(goal, run, name, set)
         made, work = actions.plan_deploy(
-            "restart",
-            goal,
-            wanted,
-            install=not no_install,
-            lock_wait=whole("--lock-wait", lock_wait),
-            progress=say,
+            "restart", goal, wanted, install=not no_install, lock_wait=patience, progress=say
         )
     return carry_out(
-        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=lock_wait
+        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=patience
     )
 
 
@@ -226,15 +223,14 @@ def stop(
     """Ask for a checkpoint, wait for it, then stop the run."""
     from deploy import actions, execute
 
+    patience = waits(lock_wait)
     goal = actions.target(host, ROOT)
-    made = actions.plan_stop(
-        goal, actions.name_of(goal, run, name), lock_wait=whole("--lock-wait", lock_wait), progress=say
-    )
+    made = actions.plan_stop(goal, actions.name_of(goal, run, name), lock_wait=patience, progress=say)
     if not json:
         print(made, flush=True)
     if not made.acts or dry_run or context.config.run.dry:
         return show({"plan": made.to_json()}) if json else None
-    outcome = watch(goal, execute.stop(made, goal.host, say, whole("--lock-wait", lock_wait)))
+    outcome = watch(goal, execute.stop(made, goal.host, say, patience))
     if json:
         show({"plan": made.to_json(), "outcome": vars(outcome)})
     return failed(outcome, made) if outcome.word != "done" else None
@@ -257,7 +253,7 @@ def plan(
     goal = actions.target(host, ROOT)
     wanted = actions.recipe(goal, run, name, set)
     made, work = actions.plan_deploy("deploy", goal, wanted, install=not no_install, progress=say)
-    return carry_out(goal, made, work, context, dry_run=True, json=json, no_follow=True)
+    return carry_out(goal, made, work, context, dry_run=True, json=json, no_follow=True, lock_wait=waits("0"))
 
 
 def carry_out(
@@ -269,7 +265,7 @@ def carry_out(
     dry_run: bool,
     json: bool,
     no_follow: bool,
-    lock_wait: str = "0",
+    lock_wait: Any,
 ) -> int | None:
     """Show a plan, do it, follow the log: the end of deploy and restart."""
     from deploy import execute
@@ -282,7 +278,7 @@ def carry_out(
         if json:
             return show({"plan": made.to_json(), "run_id": made.stop.run_id})
         return None if no_follow else follow(goal, made.name, state=made.layout.state, lines=20)
-    path, record = execute.start(made, goal.host, work, say, whole("--lock-wait", lock_wait))
+    path, record = execute.start(made, goal.host, work, say, lock_wait)
     outcome = watch(goal, record)
     if json:
         show({"plan": made.to_json(), "run_id": Path(path).name, "outcome": vars(outcome)})

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import evidence, execute, host, plan, release, settings, survey
+from deploy import evidence, execute, host, lock, plan, release, settings, survey
 from deploy.errors import USAGE, DeployError, nearest
 from deploy.execute import Work
 from deploy.health import Verdict, verdict
 from deploy.host import Host
+from deploy.lock import Patience
 from deploy.plan import Plan
 from deploy.settings import HostSettings, Project, Recipe
 from trainer import status
@@ -81,7 +82,7 @@ def plan_deploy(
     wanted: Recipe,
     *,
     install: bool = True,
-    lock_wait: float = 0,
+    lock_wait: Patience = lock.NONE,
     progress: Progress = silent,
 ) -> tuple[Plan, Work]:
     """The plan of `deploy` or `restart`, and what carrying it out needs."""
@@ -116,7 +117,9 @@ def plan_deploy(
     return made, work
 
 
-def plan_same(goal: Target, name: str, *, install: bool = True, lock_wait: float = 0) -> tuple[Plan, Work]:
+def plan_same(
+    goal: Target, name: str, *, install: bool = True, lock_wait: Patience = lock.NONE
+) -> tuple[Plan, Work]:
     """The plan of `restart --same`: the newest run of the deployed release, once more."""
     facts = _free(goal, name, lock_wait, silent)
     current = facts["names"].get(name, {}).get("current")
@@ -147,7 +150,9 @@ def plan_same(goal: Target, name: str, *, install: bool = True, lock_wait: float
     )
 
 
-def plan_stop(goal: Target, name: str, *, lock_wait: float = 0, progress: Progress = silent) -> Plan:
+def plan_stop(
+    goal: Target, name: str, *, lock_wait: Patience = lock.NONE, progress: Progress = silent
+) -> Plan:
     """The plan of `stop`. Raises DeployError for a name that this host has never heard of."""
     facts = _free(goal, name, lock_wait, progress)
     if name not in facts["names"] and not any(run["name"] == name for run in facts["runs"]):
@@ -157,16 +162,15 @@ def plan_stop(goal: Target, name: str, *, lock_wait: float = 0, progress: Progre
     return plan.make_stop(facts, goal.settings, survey.layout_of(goal.settings, facts, name))
 
 
-def _free(goal: Target, name: str, seconds: float, progress: Progress) -> dict[str, Any]:
-    """Facts of a moment at which nobody else deploys this name, or of now once `seconds` are over."""
-    deadline = time.monotonic() + seconds
+def _free(goal: Target, name: str, lock_wait: Patience, progress: Progress) -> dict[str, Any]:
+    """Facts of a moment at which nobody else deploys this name, or of now once patience is at an end."""
     told = False
     while True:
         facts = goal.facts()
-        if not (facts["switch"].get(name) or facts["locks"].get(name)) or time.monotonic() >= deadline:
+        if not (facts["switch"].get(name) or facts["locks"].get(name)) or not lock_wait.left:
             return facts
         if not told:
-            progress(f"another deploy of {name} is under way; waiting up to {seconds:g} s")
+            progress(f"another deploy of {name} is under way; waiting up to {lock_wait.seconds:g} s")
             told = True
         time.sleep(0.5)
 

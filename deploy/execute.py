@@ -19,6 +19,7 @@ from typing import Any
 from deploy import evidence, lock, release, secrets, switch, weights
 from deploy.errors import DeployError
 from deploy.host import Host, HostError
+from deploy.lock import Patience
 from deploy.plan import Plan, seen
 from deploy.release import Release
 from deploy.runtimes import process
@@ -69,14 +70,16 @@ def run_of(
     )
 
 
-def start(plan: Plan, host: Host, work: Work, report: Report, lock_wait: float = 0) -> tuple[str, str]:
+def start(
+    plan: Plan, host: Host, work: Work, report: Report, lock_wait: Patience = lock.NONE
+) -> tuple[str, str]:
     """Do what a plan of `deploy` or `restart` says, up to the switch's acceptance.
 
     Returns the new run's directory and the switch's record, which `switch.watch` follows. Raises DeployError;
     then the run in progress, if any, was not touched.
     """
     layout = plan.layout
-    with lock.hold(host, layout.state, plan.name, plan.task, lock_wait, waiting=report) as held:
+    with lock.hold(host, layout.state, plan.name, plan.task, lock_wait.left, waiting=report) as held:
         if plan.install:
             install(host, plan.install, report)
         facts = evidence.collect(host, layout.state, layout.shm, sample=0)
@@ -124,11 +127,11 @@ def start(plan: Plan, host: Host, work: Work, report: Report, lock_wait: float =
         return run_path, record
 
 
-def stop(plan: Plan, host: Host, report: Report, lock_wait: float = 0) -> str:
+def stop(plan: Plan, host: Host, report: Report, lock_wait: Patience = lock.NONE) -> str:
     """Start a switch that only stops, and return its record. Raises DeployError; then nothing was touched."""
     layout = plan.layout
     assert plan.stop is not None
-    with lock.hold(host, layout.state, plan.name, plan.task, lock_wait, waiting=report):
+    with lock.hold(host, layout.state, plan.name, plan.task, lock_wait.left, waiting=report):
         _still(plan, evidence.collect(host, layout.state, layout.shm, sample=0))
         spec = {
             "state_root": layout.state,

@@ -25,6 +25,21 @@ SILENCE = 30.0  # seconds without a heartbeat after which the host's side lets g
 BEAT = 5.0  # seconds between heartbeats
 
 
+class Patience:
+    """How long a task waits for others altogether, wherever it does: `left` counts down to 0."""
+
+    def __init__(self, seconds: float = 0) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+
+NONE = Patience()
+
+
 class Held:
     """The lock, while we have it."""
 

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from samples import LOCALHOST, facts, recipe, run, survey
 
-from deploy import execute, plan, release
+from deploy import actions, execute, lock, plan, release
 from deploy.errors import DeployError
 from deploy.host import HostError, Result
 
@@ -105,3 +106,25 @@ def test_what_changed_since_the_plan_was_shown_stops_it(tmp_path: Path) -> None:
         "demo on localhost has changed since the plan was made (another deploy, or its run ended); nothing was done, "
         "look at fab status and try again"
     )
+
+
+def test_waiting_for_another_deploy_has_one_deadline_for_the_plan_and_for_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(lock, "time", clock)
+    monkeypatch.setattr(actions, "time", clock)
+    busy = facts(locks={"demo": {"by": "ada@desk"}})
+    said: list[str] = []
+    patience = lock.Patience(10)
+    actions._free(SimpleNamespace(facts=lambda: busy), "demo", patience, said.append)  # type: ignore[arg-type]
+    assert (now, said) == ([110.0], ["another deploy of demo is under way; waiting up to 10 s"])
+
+    def hold(host: Any, state: str, name: str, what: str, wait: float, **_: Any) -> Any:
+        raise DeployError(f"waited {wait:g} s more")
+
+    monkeypatch.setattr(lock, "hold", hold)
+    made = plan.make_stop(facts(runs=[run()]), LOCALHOST, survey().layout)
+    with pytest.raises(DeployError, match="^waited 0 s more$"):
+        execute.stop(made, Recorder(), said.append, patience)  # type: ignore[arg-type]
