@@ -14,7 +14,13 @@ NAME ?=
 RUN ?=
 PYTHON ?=
 TESTS ?=
-FLAGS = $(if $(HOST),--host '$(HOST)') $(if $(NAME),--name '$(NAME)')
+# Values reach the recipes through the environment, as they are: neither make nor the shell reads them as code.
+override HOST := $(value HOST)
+override NAME := $(value NAME)
+override RUN := $(value RUN)
+override PYTHON := $(value PYTHON)
+export HOST NAME RUN PYTHON
+FLAGS = $(if $(HOST),--host "$$HOST") $(if $(NAME),--name "$$NAME")
 
 .PHONY: help
 help:  ## this menu
@@ -24,10 +30,10 @@ help:  ## this menu
 ## Run
 .PHONY: demo deploy status tail restart stop tensorboard
 demo: $(VENV)/.deploy,trainer  ## train a small drafter on this machine, and watch it learn
-	@$(VENV)/bin/fab deploy --host '$(or $(HOST),localhost)' --run '$(or $(RUN),demo)' $(if $(NAME),--name '$(NAME)')
+	@$(VENV)/bin/fab deploy --host "$${HOST:-localhost}" --run "$${RUN:-demo}" $(if $(NAME),--name "$$NAME")
 
 deploy: $(VENV)/.deploy  ## start RUN on HOST and follow its log (Ctrl-C ends the following, not the run)
-	@$(VENV)/bin/fab deploy $(FLAGS) $(if $(RUN),--run '$(RUN)')
+	@$(VENV)/bin/fab deploy $(FLAGS) $(if $(RUN),--run "$$RUN")
 
 status: $(VENV)/.deploy  ## what runs, and how it is doing
 	@$(VENV)/bin/fab status $(FLAGS)
@@ -36,14 +42,14 @@ tail: $(VENV)/.deploy  ## follow the log of a run
 	@$(VENV)/bin/fab tail $(FLAGS)
 
 restart: $(VENV)/.deploy  ## save a checkpoint, stop, and start again with the files as they are now
-	@$(VENV)/bin/fab restart $(FLAGS) $(if $(RUN),--run '$(RUN)')
+	@$(VENV)/bin/fab restart $(FLAGS) $(if $(RUN),--run "$$RUN")
 
 stop: $(VENV)/.deploy  ## save a checkpoint and stop
 	@$(VENV)/bin/fab stop $(FLAGS)
 
-STATE = $(or $(DRAFTHOUSE_STATE),$(if $(filter 0,$(shell id -u)),/var/lib/drafthouse,$(HOME)/.local/state/drafthouse))
 tensorboard: $(VENV)/.deploy,trainer  ## curves of this machine's runs: loss, tok/s, τ, memory
-	@$(VENV)/bin/tensorboard --logdir '$(STATE)/runs' --load_fast=false
+	@state=$$HOME/.local/state/drafthouse; [ "$$(id -u)" != 0 ] || state=/var/lib/drafthouse; \
+	$(VENV)/bin/tensorboard --logdir "$${DRAFTHOUSE_STATE:-$$state}/runs" --load_fast=false
 
 ## Check
 .PHONY: test test-fast lint bench testbed
@@ -96,15 +102,16 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	done; touch '$@'
 
 $(VENV)/bin/pip:
-	@python=''; \
-	for candidate in $(or $(PYTHON),python3.13 python3.12 python3.11 python3); do \
+	@python=''; wanted="$${PYTHON:-python3}"; \
+	if [ -n "$$PYTHON" ]; then set -- "$$PYTHON"; else set -- python3.13 python3.12 python3.11 python3; fi; \
+	for candidate in "$$@"; do \
 	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    python=$$candidate; break; \
 	  fi; \
 	done; \
 	if [ -z "$$python" ]; then \
-	  echo "Python 3.11 or later is needed, and $(or $(PYTHON),python3) is" \
-	    "$$('$(or $(PYTHON),python3)' -c 'import platform; print(platform.python_version())' 2>/dev/null || echo missing):" \
+	  echo "Python 3.11 or later is needed, and $$wanted is" \
+	    "$$("$$wanted" -c 'import platform; print(platform.python_version())' 2>/dev/null || echo missing):" \
 	    "install it, or name one with PYTHON=/path/to/python3." >&2; \
 	  exit 1; \
 	fi; \

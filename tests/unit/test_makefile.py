@@ -86,6 +86,48 @@ def test_host_name_and_run_reach_fab(installed: Path, words: list[str], argument
     assert (done.stdout.strip(), done.returncode) == (arguments, 0), done.stderr
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x'; touch hit; '",
+        'x"; touch hit; "',
+        "$(shell touch hit)",
+        "$(touch hit)",
+        "`touch hit`",
+        "$$(touch hit)",
+    ],
+)
+@pytest.mark.parametrize("way", ["argument", "environment"])
+def test_a_value_is_an_argument_and_never_code(installed: Path, value: str, way: str) -> None:
+    values = dict.fromkeys(("HOST", "NAME", "RUN"), value)
+    for task in ("demo", "restart"):
+        if way == "argument":
+            done = make(installed, task, *(f"{name}={text}" for name, text in values.items()))
+        else:
+            done = make(installed, task, **values)
+        task = "deploy" if task == "demo" else task
+        wanted = {f"[--host][{value}]", f"[--name][{value}]", f"[--run][{value}]"}
+        assert done.stdout.startswith(f"[{task}]"), done.stderr
+        assert len(done.stdout.strip()) == len(f"[{task}]") + sum(map(len, wanted))
+        assert all(words in done.stdout for words in wanted)
+    assert not (installed / "hit").exists()
+
+
+def test_a_hostile_python_is_a_program_that_is_missing(house: Path) -> None:
+    done = make(house, "demo", "PYTHON=x'; touch hit; '")
+    assert "and x'; touch hit; ' is missing:" in done.stderr.splitlines()[0]
+    assert not (house / "hit").exists()
+
+
+def test_tensorboard_looks_where_the_runs_of_this_machine_are(installed: Path) -> None:
+    program(installed / ".venv" / "bin" / "tensorboard", 'printf "[%s]" "$@"; echo')
+    done = make(installed, "tensorboard", DRAFTHOUSE_STATE="/a b'$(x)")
+    assert done.stdout.startswith("[--logdir][/a b'$(x)/runs]"), done.stderr
+    default = "/var/lib" if os.getuid() == 0 else f"{os.environ['HOME']}/.local/state"
+    done = make(installed, "tensorboard", DRAFTHOUSE_STATE="")
+    assert done.stdout.startswith(f"[--logdir][{default}/drafthouse/runs]"), done.stderr
+
+
 def test_the_exit_of_fab_is_a_failure_of_make(installed: Path) -> None:
     assert make(installed, "status", CODE="3").returncode != 0
 
