@@ -65,5 +65,6 @@ RUN python -m compileall -q /opt/drafthouse/trainer
 USER drafthouse
 WORKDIR /var/lib/drafthouse
 # No -g: TERM goes to launch alone, which stops the trainer so that it can save a checkpoint first.
-ENTRYPOINT ["/usr/bin/tini", "--"]
+# By name: a base image may have its tini elsewhere on PATH.
+ENTRYPOINT ["tini", "--"]
 CMD ["python", "-u", "-m", "trainer", "--help"]
