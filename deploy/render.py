@@ -11,6 +11,7 @@ filter        the value as
 ``envfile``   a value in an env file, as Compose v2 reads it (``KEY={{ value | envfile }}``)
 ``yaml``      a YAML scalar, or a list or mapping on one line
 ``compose``   the same in a Compose file, where ``$`` starts a variable unless it is doubled
+``comment``   the rest of a comment's line
 ============  ==================================================================================
 """
 
@@ -69,6 +70,11 @@ def compose(value: object) -> str:
     return yaml(value).replace("$", "$$")
 
 
+def comment(value: object) -> str:
+    """The first line of `value`: what follows a newline would be no comment any more."""
+    return next(iter(str(value).splitlines()), "")
+
+
 _environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(TEMPLATES),
     undefined=jinja2.StrictUndefined,
@@ -77,7 +83,7 @@ _environment = jinja2.Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-_environment.filters.update(shell=shell, envfile=envfile, yaml=yaml, compose=compose)
+_environment.filters.update(shell=shell, envfile=envfile, yaml=yaml, compose=compose, comment=comment)
 
 
 def render(template: str, **values: Any) -> str:

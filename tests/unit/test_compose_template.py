@@ -106,6 +106,14 @@ def test_values_are_not_taken_for_variables_or_for_yaml(deployed: Service) -> No
     ]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\u2028", "\x85"])
+def test_a_title_of_several_lines_adds_nothing_to_the_file(end: str, deployed: Service) -> None:
+    titled = dataclasses.replace(deployed, title=f"Mine.{end}x-injected: true")
+    text = compose_file(titled)
+    assert text.startswith("# Mine.\n")
+    assert text.partition("\n")[2] == compose_file(deployed).partition("\n")[2]
+
+
 def test_a_deployed_release_is_not_built_where_it_runs(deployed: Service) -> None:
     assert "build" not in service(deployed)
     assert service(deployed)["image"] == "sha256:0123"
