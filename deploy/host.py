@@ -1,8 +1,9 @@
-"""Where commands run. Everything that happens on a host passes through here.
+"""Where commands run, and files are read and written, on a host.
 
 A `Host` takes a list of arguments, a timeout and an environment; no shell is involved, so no value needs
-quoting. Nothing above this module opens a host's files by itself, so that a host reached by SSH can stand in
-for this machine.
+quoting. What goes through here will work on a host reached by SSH too. Some still opens files of this
+machine by itself, and has to come here before SSH does: a new run's directory (execute), weights and data
+(survey, weights), following a log (logs, segments).
 """
 
 from __future__ import annotations

@@ -126,5 +126,5 @@ def test_waiting_for_another_deploy_has_one_deadline_for_the_plan_and_for_the_lo
 
     monkeypatch.setattr(lock, "hold", hold)
     made = plan.make_stop(facts(runs=[run()]), LOCALHOST, survey().layout)
-    with pytest.raises(DeployError, match="^waited 0 s more$"):
+    with pytest.raises(DeployError, match=r"^waited 0 s more$"):
         execute.stop(made, Recorder(), said.append, patience)  # type: ignore[arg-type]
