@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 
+from deploy import CHECKOUT
 from deploy.host import SCRIPT_FLAGS, Host
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def source(module: str) -> str:
     """The text of one of our modules, ``deploy.probe``."""
-    return (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    return (CHECKOUT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
 
 
 def program(modules: Sequence[str]) -> bytes:

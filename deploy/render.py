@@ -20,12 +20,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import jinja2
 
-TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+from deploy import CHECKOUT
+
+TEMPLATES = CHECKOUT / "templates"
 
 
 def shell(value: object) -> str:

@@ -22,10 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from deploy import explain, flags, sshconfig, yamlfile
 from deploy.errors import USAGE, DeployError, nearest
+from deploy.host import LOCAL_NAMES
 from deploy.yamlfile import YamlFile, dotted
 from trainer.status import valid_name
 
-LOCAL = ("localhost", "127.0.0.1", "::1")
 TOY = "toy"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Set for every run by launch; a second value would contradict what status and tail expect.
@@ -55,7 +55,7 @@ class HostSettings(_Settings):
 
     @property
     def is_local(self) -> bool:
-        return self.address in LOCAL
+        return self.address in LOCAL_NAMES
 
     @field_validator("state", "shm", "cache")
     @classmethod
@@ -241,7 +241,7 @@ def find_host(
         raise DeployError(f"--host {name!r} is no host name; give one like --host localhost", code=USAGE)
     if name in project.hosts:
         return _with_environment(project.hosts[name], environment)
-    if name in LOCAL:
+    if name in LOCAL_NAMES:
         local = project.hosts.get("localhost", HostSettings(name="localhost", address="localhost"))
         return _with_environment(local, environment)
     ssh = sshconfig.read() if ssh is None else ssh

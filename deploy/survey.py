@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import release, secrets, weights
+from deploy import CHECKOUT, release, secrets, weights
 from deploy.host import Host, HostError
 from deploy.release import Layout
 from deploy.runtimes import process
 from deploy.settings import TOY, HostSettings, Project, RunSettings
-
-CHECKOUT = Path(__file__).resolve().parent.parent  # the code that is deployed
 
 # What the trainer imports at its start: without one it would fail in the new run, after the old one ended.
 TRAINER_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "yaml")
