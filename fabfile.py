@@ -38,6 +38,7 @@ HELP = {
     "no-follow": "do not follow the log",
     "lines": "how many lines of the past to show",
     "lock-wait": "seconds to wait for another deploy of the name",
+    "no-checkpoint": "do not ask for a checkpoint first: what was learnt since the last one may be lost",
     "no-install": "do not install tini, even if it is missing and we are root",
     "same": "start the deployed release again, whatever the files say now",
     "debug": "log every command that is run",
@@ -63,9 +64,9 @@ def menu(**flags: Any) -> Callable[[Callable[..., int | None]], Any]:
                 raise Exit(str(error), code=error.code) from None
             except KeyboardInterrupt:
                 raise Exit("interrupted; fab status shows what is in progress", code=INTERRUPTED) from None
-            except BrokenPipeError:  # | head
+            except BrokenPipeError:  # | head: what only shows something has done enough
                 sys.stderr.close()
-                code = 0
+                code = 1 if "dry_run" in body.__annotations__ else 0
             if code:
                 raise Exit(code=code)
 
@@ -217,6 +218,7 @@ def stop(
     name: str | None = None,
     dry_run: bool = False,
     json: bool = False,
+    no_checkpoint: bool = False,
     lock_wait: str = "0",
     debug: bool = False,
 ) -> int | None:
@@ -225,7 +227,13 @@ def stop(
 
     patience = waits(lock_wait)
     goal = actions.target(host, ROOT)
-    made = actions.plan_stop(goal, actions.name_of(goal, run, name), lock_wait=patience, progress=say)
+    made = actions.plan_stop(
+        goal,
+        actions.name_of(goal, run, name),
+        checkpoint=not no_checkpoint,
+        lock_wait=patience,
+        progress=say,
+    )
     if not json:
         print(made, flush=True)
     if not made.acts or dry_run or context.config.run.dry:

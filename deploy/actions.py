@@ -12,7 +12,7 @@ from typing import Any
 from deploy import evidence, execute, host, lock, plan, release, settings, survey
 from deploy.errors import USAGE, DeployError, nearest
 from deploy.execute import Work
-from deploy.health import Verdict, verdict
+from deploy.health import Verdict, number, table, verdict
 from deploy.host import Host
 from deploy.lock import Patience
 from deploy.plan import Plan
@@ -151,7 +151,12 @@ def plan_same(
 
 
 def plan_stop(
-    goal: Target, name: str, *, lock_wait: Patience = lock.NONE, progress: Progress = silent
+    goal: Target,
+    name: str,
+    *,
+    checkpoint: bool = True,
+    lock_wait: Patience = lock.NONE,
+    progress: Progress = silent,
 ) -> Plan:
     """The plan of `stop`. Raises DeployError for a name that this host has never heard of."""
     facts = _free(goal, name, lock_wait, progress)
@@ -159,7 +164,8 @@ def plan_stop(
         offered = nearest(name, facts["names"])
         if offered:
             raise DeployError(f"there is no {name} on {goal.settings.name}{offered}", code=USAGE)
-    return plan.make_stop(facts, goal.settings, survey.layout_of(goal.settings, facts, name))
+    layout = survey.layout_of(goal.settings, facts, name)
+    return plan.make_stop(facts, goal.settings, layout, plan.CHECKPOINT_TIMEOUT if checkpoint else 0)
 
 
 def _free(goal: Target, name: str, lock_wait: Patience, progress: Progress) -> dict[str, Any]:
@@ -204,22 +210,31 @@ class Row:
 
 
 def rows(goal: Target, facts: Mapping[str, Any], name: str | None, run_id: str | None = None) -> list[Row]:
-    """The newest run of every name (or of one), or one run by its id."""
-    chosen: dict[str, Mapping[str, Any]] = {}
-    for run in facts["runs"]:
-        if (name is None or run["name"] == name) and (run_id is None or run["run_id"] == run_id):
-            chosen[run["name"]] = run
-    return [row(goal, facts, run) for run in chosen.values()]
+    """The newest run of every name (or of one), or one run by its id.
+
+    A run in progress is always among them: a newer one that never began must not hide it.
+    """
+    wanted = [
+        run
+        for run in facts["runs"]
+        if (name is None or run["name"] == name) and (run_id is None or run["run_id"] == run_id)
+    ]
+    newest = {run["name"]: run["run_id"] for run in wanted}
+    return [row(goal, facts, run) for run in wanted if run["alive"] or run["run_id"] == newest[run["name"]]]
 
 
 def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
     host_name = None if goal.settings.name == "localhost" else goal.settings.name
-    word: Verdict = verdict(dict(run), facts["time"], host=host_name, sample=facts["sample_seconds"])
-    # Heartbeats lie in the run's own directory, so a link in one cannot be an earlier run's.
-    beats = list(run["heartbeats"].values())
-    main = run["heartbeats"].get("0") or (beats[0] if beats else {})
-    last = main.get("last_step_time")
-    memory = [beat["memory"]["now"] for beat in beats if (beat.get("memory") or {}).get("now")]
+    # Whether a switch is under way is told by its lock, which its record cannot know.
+    seen = {**run, "switch_lives": bool(facts["switch"].get(run["name"]))}
+    word: Verdict = verdict(seen, facts["time"], host=host_name, sample=facts["sample_seconds"])
+    # Heartbeats lie in the run's own directory, so a link in one cannot be an earlier run's. Anyone may have
+    # written them: a value of another type counts as none.
+    beats = [beat for beat in run["heartbeats"].values() if isinstance(beat, dict)]
+    first = run["heartbeats"].get("0")
+    main = first if isinstance(first, dict) else beats[0] if beats else {}
+    last = number(main, "last_step_time")
+    memory = [now for beat in beats if (now := number(table(beat, "memory"), "now"))]
     return Row(
         host=goal.settings.name,
         run_id=run["run_id"],
@@ -227,15 +242,19 @@ def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
         verdict=word.word,
         reason=word.reason,
         next_command=word.next_command,
-        step=main.get("step"),
-        total=main.get("total"),
-        loss=main.get("loss"),
-        tokens_per_second=(main.get("tokens_per_second") or {}).get("now"),
+        step=_whole(number(main, "step")),
+        total=_whole(number(main, "total")),
+        loss=number(main, "loss"),
+        tokens_per_second=number(table(main, "tokens_per_second"), "now"),
         step_age=max(0.0, facts["time"] - last) if last and run["alive"] else None,
-        memory=sum(memory) if memory else None,
-        links=dict(main.get("links") or {}),
+        memory=_whole(sum(memory)) if memory else None,
+        links={key: link for key, link in table(main, "links").items() if isinstance(link, str)},
         drift=drift(goal, facts, run) if run["alive"] else None,
     )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def drift(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -90,6 +90,11 @@ def not_alive(run: dict[str, Any], now: float, name: str | None, host: str | Non
     if switch.get("outcome") == "failed":
         reason = f"was not started: {cut(str(switch.get('reason')))}"
         return Verdict("failed", reason, command("deploy", name, host))
+    if switch.get("outcome") == "running" and run.get("switch_lives") is False:
+        steps = [item for item in rows(switch, "steps") if isinstance(item, dict)]
+        where = f" during {steps[-1].get('name')}" if steps else ""
+        reason = f"was not started: its switch was interrupted{where} (killed, or the machine restarted)"
+        return Verdict("failed", reason, command("deploy", name, host))
     if switch.get("outcome") == "running":
         steps = [item for item in rows(switch, "steps") if isinstance(item, dict)]
         step = steps[-1] if steps else {}

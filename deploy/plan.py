@@ -19,6 +19,7 @@ from deploy.settings import HostSettings, Recipe, RunSettings
 from deploy.survey import Survey
 from deploy.weights import Weights
 
+CHECKPOINT_TIMEOUT = 300.0  # seconds, where no run's file says otherwise
 INSTALL_TINI = ("apt-get", "install", "-y", "--no-install-recommends", "tini")
 
 
@@ -226,7 +227,9 @@ def make(
     runtime, why = choose_runtime(host, facts)
     found = preflight.checks(survey, host, run)
     live, old = survey.live, release_before(survey)
-    unchanged = task == "deploy" and live is not None and old == new.id
+    # A run that is being stopped is as good as gone: to call it unchanged would leave nothing running.
+    stopping = live is not None and bool((live["launch"] or {}).get("stopping"))
+    unchanged = task == "deploy" and live is not None and old == new.id and not stopping
     if not unchanged:
         preflight.refuse(found)
     differences = release.differences(before[0], before[1], new) if before and old != new.id else []
@@ -289,8 +292,13 @@ def make_same(survey: Survey, host: HostSettings, command: Sequence[str], *, ins
     )
 
 
-def make_stop(facts: Mapping[str, Any], host: HostSettings, layout: Layout) -> Plan:
-    """The plan of `stop`."""
+def make_stop(
+    facts: Mapping[str, Any],
+    host: HostSettings,
+    layout: Layout,
+    checkpoint_timeout: float = CHECKPOINT_TIMEOUT,
+) -> Plan:
+    """The plan of `stop`; with a timeout of 0 no checkpoint is asked for."""
     live = next((run for run in reversed(facts["runs"]) if run["name"] == layout.name and run["alive"]), None)
     return Plan(
         task="stop",
@@ -298,19 +306,22 @@ def make_stop(facts: Mapping[str, Any], host: HostSettings, layout: Layout) -> P
         host=host.name,
         name=layout.name,
         layout=layout,
-        stop=stop_of(live, facts) if live else None,
+        stop=stop_of(live, facts, checkpoint_timeout) if live else None,
         seen=seen(facts, layout.name),
     )
 
 
-def stop_of(live: Mapping[str, Any], facts: Mapping[str, Any], checkpoint_timeout: float = 300.0) -> Stop:
+def stop_of(
+    live: Mapping[str, Any], facts: Mapping[str, Any], checkpoint_timeout: float = CHECKPOINT_TIMEOUT
+) -> Stop:
     """How the run in progress is ended. Its own run.json says what grace launch gives the trainer."""
     word = verdict(dict(live), facts["time"], sample=facts["sample_seconds"])
     return Stop(
         live["run_id"],
         live["path"],
         f"{word.word}: {word.reason}" if word.reason else word.word,
-        any(beat.get("step") for beat in live["heartbeats"].values()),  # at step 0 there is nothing to save
+        # At step 0 there is nothing to save.
+        checkpoint_timeout > 0 and any(beat.get("step") for beat in live["heartbeats"].values()),
         checkpoint_timeout,
         float((live["run"] or {}).get("grace_seconds", 60.0)),
     )

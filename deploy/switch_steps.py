@@ -65,6 +65,9 @@ class Switch:
             return "skipped", "this run sends no heartbeats, so it cannot be asked"
         if all(beat.step == 0 for beat in beats):
             return "skipped", "no step was taken yet: there is nothing to save"
+        seconds = self.spec["checkpoint_timeout_seconds"]
+        if not seconds:
+            return "skipped", "not wanted"
         began = time.monotonic()
         request = old.ask("checkpoint", self.spec["by"])
 
@@ -72,13 +75,19 @@ class Switch:
             for beat in heartbeats(old):
                 if beat.answered and beat.answered.get("id") == request.id:
                     return beat.answered
-            return None if old.alive() else {"outcome": "the run ended meanwhile"}
+            return None if old.alive() else {"outcome": "done", "ended": True}
 
-        seconds = self.spec["checkpoint_timeout_seconds"]
         answered = wait(answer, seconds)
         if answered is None:
             return "failed", f"no answer within {seconds:g} s; going on with SIGTERM"
-        return "ok", f"{answered.get('outcome') or 'saved'} after {time.monotonic() - began:.1f} s"
+        if answered.get("ended"):
+            return "ok", "the run ended meanwhile"
+        if answered.get("outcome") != "done":
+            raise Failed(
+                f"run {old.path.name} goes on, because it could not save: {answered.get('outcome')}; "
+                "put that right and try again, or give up what it has learnt since: fab stop --no-checkpoint"
+            )
+        return "ok", f"saved after {time.monotonic() - began:.1f} s"
 
     def stop(self) -> tuple[str, str]:
         old = self.old

@@ -23,7 +23,7 @@ HOST = Local()
 
 # A trainer that does what the run directory's contract asks for, and nothing else: heartbeats with a step
 # every 20 ms, answers to requests, TERM leads to save-and-exit. It notes both in the file SAVES, if that is
-# set, and a checkpoint takes until the file GATE is there, if that is set.
+# set, and a checkpoint takes until the file GATE is there, if that is set. It answers ANSWER (default: done).
 TRAINER = """
 import os, signal, sys, time
 from trainer.status import Heartbeat, RunDir
@@ -44,7 +44,8 @@ while not stop:
         if mark:
             open(mark, "a").write("checkpoint %d\\n" % beat.step)
         beat.last_checkpoint = {"path": "x", "step": beat.step, "time": time.time()}
-        beat.answered = {"id": request.id, "action": request.action, "outcome": "saved", "time": time.time()}
+        answer = os.environ.get("ANSWER", "done")
+        beat.answered = {"id": request.id, "action": request.action, "outcome": answer, "time": time.time()}
     run.write_heartbeat(beat)
     print("step", beat.step, flush=True)
     time.sleep(0.02)

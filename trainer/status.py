@@ -89,7 +89,7 @@ def read_json(path: str | Path) -> Any | None:
         return None
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); it was not written by Drafthouse") from None
 
 
@@ -196,7 +196,7 @@ class Heartbeat:
     last_checkpoint: dict | None = None  # {path, step, time}
     links: dict = field(default_factory=dict)  # {wandb: URL, tensorboard: directory}, once this run has them
     metrics: dict = field(default_factory=dict)  # the newest of tau_hat, tau, lr ...
-    answered: dict | None = None  # {id, action, outcome, time} of the last request that was carried out
+    answered: dict | None = None  # {id, action, outcome, time}; the outcome is "done", or why not
     schema: int = SCHEMA
 
 

@@ -111,6 +111,21 @@ def test_a_run_that_does_not_answer_the_request_is_stopped_after_the_timeout(pla
     assert old.exit().reason == "stopped"
 
 
+def test_a_run_that_could_not_save_is_left_running_and_the_new_one_is_not_started(place):
+    old = running(place, environment={"ANSWER": "no checkpoint at step 7: No space left on device"})
+    new = place.run_dir()
+    outcome = go(place, new, old)
+    assert outcome.word == "failed"
+    assert outcomes(outcome) == {"checkpoint-request": "failed"}
+    assert "run 0001-demo goes on, because it could not save: no checkpoint at step 7" in outcome.reason
+    assert old.alive()
+    assert old.request().action == "checkpoint"  # no signal was announced, and none was sent
+    assert not new.alive()
+    outcome = go(place, None, old, checkpoint_timeout_seconds=0)  # fab stop --no-checkpoint
+    assert outcomes(outcome) == {"checkpoint-request": "skipped", "stop": "ok"}
+    assert not old.alive()
+
+
 def test_a_command_without_heartbeats_gets_a_signal_and_no_request(place):
     old = running(place, OBEDIENT)
     new = place.run_dir(OBEDIENT)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from samples import LOCALHOST, facts, recipe, run, survey
 
-from deploy import plan
+from deploy import plan, release
 from deploy.errors import DeployError
 from deploy.plan import Plan
 from deploy.settings import HostSettings
@@ -95,6 +95,23 @@ def test_a_deploy_of_what_runs_already_is_unchanged_and_needs_no_preflight(tmp_p
     assert (made.action, made.acts) == ("unchanged", False)
     assert str(made).startswith(f"unchanged: 0007-demo runs release {old.id} on localhost (training: ")
     assert "\n" not in str(made)
+
+
+def test_a_run_that_is_being_stopped_is_not_unchanged(tmp_path: Path) -> None:
+    """Else the deploy would promise a run, and a moment later there would be none."""
+    old = release_of(survey(), tmp_path)
+    live = run(release_id=old.id)
+    live["launch"]["stopping"] = "ada@desk"
+    ending = facts(runs=[live], names={"demo": {"current": old.id, "releases": [old.id]}})
+    assert planned(survey(ending), tmp_path).action == "switch"
+
+
+def test_a_stop_without_a_checkpoint_says_what_is_left_to_save_in() -> None:
+    layout = release.Layout("/var/lib/drafthouse", "/dev/shm/drafthouse", "demo")
+    made = plan.make_stop(facts(runs=[run()]), LOCALHOST, layout, 0)
+    assert not made.stop.asks
+    assert "a checkpoint first" not in str(made)
+    assert "s is all it has to save in" in str(made)
 
 
 def test_an_unchanged_deploy_names_a_file_of_the_release_that_was_changed_on_the_host(tmp_path: Path) -> None:

@@ -70,6 +70,33 @@ def test_every_name_has_its_newest_run_and_one_name_can_be_picked() -> None:
     )
 
 
+def test_a_run_in_progress_is_not_hidden_by_a_newer_one_that_never_began() -> None:
+    never = run("0008-demo", alive=False, launch=None, heartbeats={}, switch={"outcome": "failed", "reason": "x"})
+    text = shown(run(), never)
+    assert "0007-demo  training" in text
+    assert "0008-demo  failed" in text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"memory": "no"},
+        {"memory": {"now": "z"}},
+        {"last_step_time": "y"},
+        {"step": [], "total": {}, "loss": "low"},
+        {"tokens_per_second": 7},
+        {"links": ["a"]},
+        {"links": {"wandb": 7}},
+    ],
+)
+def test_a_heartbeat_with_foreign_values_breaks_nothing(values: dict[str, Any]) -> None:
+    strange = run()
+    strange["heartbeats"]["0"].update(values)
+    assert "0007-demo" in shown(strange)
+    strange["heartbeats"]["0"] = ["no heartbeat"]
+    assert "0007-demo" in shown(strange)
+
+
 def test_memory_is_that_of_all_ranks() -> None:
     one = run(heartbeats={"1": {"memory": {"now": 188_000_000}}})
     assert actions.rows(target(), facts(runs=[one]), None)[0].memory == 1_000_000_000
