@@ -251,9 +251,10 @@ class Probe:
 
 
 def changed(release: Path) -> list[str]:
-    """The files of a release that are not what its manifest says.
+    """The files of a release that are not what its manifest says, or that it does not name.
 
-    The manifest is one of them if it is missing, or if its digests do not give the release's id.
+    The manifest is one of them if it is missing, or if its digests do not give the release's id. A file that
+    was added counts, since Python would import it; Python's own caches do not.
     """
     try:
         digests = json.loads((release / MANIFEST).read_bytes())["files"]
@@ -270,7 +271,12 @@ def changed(release: Path) -> list[str]:
             same = False
         if not same:
             found.append(name)
-    return found
+    for folder, folders, names in os.walk(release):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        here = (os.path.relpath(os.path.join(folder, name), release) for name in (*names, *links))
+        found += [name for name in here if name not in digests and name != MANIFEST]
+    return sorted(found)
 
 
 def number(value: dict[str, Any] | None, key: str) -> float | None:

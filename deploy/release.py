@@ -326,7 +326,7 @@ def deployed(host: Host, layout: Layout, release_id: str) -> tuple[dict[str, byt
 
 
 def damage(host: Host, layout: Layout, release: Release) -> list[str] | None:
-    """Files of this release on the host that are not what they were; None if the release is not there.
+    """Files of this release on the host that were changed or added; None if the release is not there.
 
     Only the manifest that was written at the end of a release says that it is there.
     """
@@ -334,7 +334,11 @@ def damage(host: Host, layout: Layout, release: Release) -> list[str] | None:
     if host.read(f"{path}/{MANIFEST}") is None:
         probe = host.run(["test", "-e", path], timeout=20, check=False)
         return [MANIFEST] if probe.code == 0 else None
-    return [name for name, data in sorted(release.files.items()) if host.read(f"{path}/{name}") != data]
+    found = {name for name, data in release.files.items() if host.read(f"{path}/{name}") != data}
+    look = ["find", path, "-name", "__pycache__", "-prune", "-o", "!", "-type", "d", "-print0"]
+    there = host.run(look, timeout=20).out.decode(errors="surrogateescape").split("\0")
+    added = {name.removeprefix(f"{path}/") for name in there if name} - {*release.files, MANIFEST}
+    return sorted(found | added)
 
 
 def write(host: Host, layout: Layout, release: Release) -> str:

@@ -155,6 +155,11 @@ def test_files_of_a_current_or_running_release_that_somebody_changed_are_named(p
         if data is not None:
             path.write_bytes(data)
     assert changed() == {made.id: ["app/trainer/x.py", "run.yaml"]}
+    for name in ("app/torch.py", "app/trainer/__pycache__/x.cpython-311.pyc"):  # Python leaves the second one
+        (Path(layout.release(made.id)) / name).parent.mkdir(exist_ok=True)
+        (Path(layout.release(made.id)) / name).touch()
+    (Path(layout.release(made.id)) / "app/numpy").symlink_to("/")
+    assert changed() == {made.id: ["app/numpy", "app/torch.py", "app/trainer/x.py", "run.yaml"]}
     # A manifest that was brought in line with the change no longer gives the release's id.
     manifest = Path(layout.release(made.id)) / "release.json"
     manifest.chmod(0o644)

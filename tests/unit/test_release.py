@@ -159,27 +159,28 @@ def test_python_may_leave_its_caches_in_a_release(here: Layout, tmp_path: Path) 
     made, host = built(DEMO, tmp_path, layout=here), Local()
     release.write(host, here, made)
     (Path(here.release(made.id)) / "app" / "trainer" / "__pycache__").mkdir()
+    (Path(here.release(made.id)) / "app" / "trainer" / "__pycache__" / "loss.cpython-311.pyc").touch()
     assert release.write(host, here, made) == "there already"
 
 
-@pytest.mark.parametrize("harm", ["change", "remove", "manifest"])
+@pytest.mark.parametrize("harm", ["change", "remove", "add", "manifest"])
 def test_a_release_that_somebody_changed_is_moved_aside_whole_and_written_again(
     harm: str, here: Layout, tmp_path: Path
 ) -> None:
     made, host = built(DEMO, tmp_path, layout=here), Local()
     release.write(host, here, made)
-    victim = Path(here.release(made.id)) / ("release.json" if harm == "manifest" else "app/trainer/loss.py")
-    victim.unlink()
-    if harm == "change":
+    name = {"manifest": "release.json", "add": "app/torch.py"}.get(harm, "app/trainer/loss.py")
+    victim = Path(here.release(made.id)) / name
+    victim.unlink(missing_ok=True)
+    if harm in ("change", "add"):
         victim.write_text("edited on the host")
     done = release.write(host, here, made)
-    name = "release.json" if harm == "manifest" else "app/trainer/loss.py"
     assert done.startswith(f"written again: {name} on the host had been changed; the old files are in ")
     assert release.damage(host, here, made) == []
     aside = Path(done.rpartition(" ")[2])
     assert (aside / "app/trainer/status.py").exists()
-    if harm == "change":
-        assert (aside / "app/trainer/loss.py").read_text() == "edited on the host"
+    if harm in ("change", "add"):
+        assert (aside / name).read_text() == "edited on the host"
 
 
 def test_the_deployed_release_can_be_read_back_for_comparison(here: Layout, tmp_path: Path) -> None:
