@@ -19,7 +19,6 @@ from deploy.plan import Plan
 from deploy.settings import HostSettings, Project, Recipe
 from trainer import status
 
-ROOT = Path(__file__).resolve().parent.parent
 QUIET = 0.0  # a probe that only looks needs no second sample
 
 Progress = Callable[[str], None]
@@ -41,7 +40,7 @@ class Target:
         return evidence.collect(self.host, self.settings.state, self.settings.shm, sample=sample)
 
 
-def target(host_name: str | None, root: Path = ROOT) -> Target:
+def target(host_name: str | None, root: Path) -> Target:
     """The host of a task. Raises DeployError for one that is unknown or cannot be reached."""
     project = settings.load_project(root)
     found = settings.find_host(project, host_name)
