@@ -2,6 +2,4 @@
 
 from pathlib import Path
 
-CHECKOUT = (
-    Path(__file__).resolve().parent.parent
-)  # this code, and the trainer that it deploys
+CHECKOUT = Path(__file__).resolve().parent.parent  # this code, and the trainer that it deploys
