@@ -26,6 +26,7 @@ from deploy.runtimes import process
 from deploy.settings import RunSettings, SecretSource
 from trainer import status
 
+CHECK_TIMEOUT = 120.0  # seconds; it takes below one, but a disk may be asleep
 INSTALL_TIMEOUT = 300.0  # seconds, for each call of apt-get
 FIRST_HEARTBEAT_TIMEOUT = 600.0  # seconds, for a release that is started again as it was
 
@@ -98,6 +99,11 @@ def start(
         held.check()
         run_path, run = _new_run(host, layout, work.run, values)
         try:
+            begin = process.start_spec(
+                run, facts, layout.release(str(plan.release)), run_path=run_path, python=work.python
+            )
+            if work.heartbeats:
+                check_config(host, run, begin["environment"])
             spec = {
                 "state_root": layout.state,
                 "name": plan.name,
@@ -109,9 +115,7 @@ def start(
                 "first_heartbeat_timeout_seconds": work.first_heartbeat_timeout_seconds,
                 "heartbeats": work.heartbeats,
                 "by": lock.who(),
-                "start": process.start_spec(
-                    run, facts, layout.release(str(plan.release)), run_path=run_path, python=work.python
-                ),
+                "start": begin,
             }
             record = switch.start(host, spec)
         except HostError:  # perhaps it did start: then the directory is the run's
@@ -125,6 +129,18 @@ def start(
         # Only now: had another switch been under way, the run that it starts would have needed its file.
         _remove(host, secrets.over(facts, plan.name), report)
         return run_path, record
+
+
+def check_config(host: Host, run: status.Run, environment: Mapping[str, str]) -> None:
+    """Let the trainer look at its settings, target, data and newest checkpoint, while the old run goes on.
+
+    It reads small files only and does not import torch. Raises DeployError with its sentence.
+    """
+    env = {**environment, **run.environment}
+    result = host.run([*run.command, "--check-config"], timeout=CHECK_TIMEOUT, env=env, check=False)
+    if result.code:
+        lines = result.err.decode(errors="replace").strip().splitlines() or [f"exit code {result.code}"]
+        raise DeployError(f"the trainer refuses its settings: {lines[-1].removeprefix('error: ')}")
 
 
 def stop(plan: Plan, host: Host, report: Report, lock_wait: Patience = lock.NONE) -> str:

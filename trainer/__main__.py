@@ -61,10 +61,12 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
 
     `weights` adds the headers of the weights. Returns one line that describes the run. Raises InputError.
     """
+    from trainer import resuming
     from trainer.data_meta import check_meta, read_meta
     from trainer.drafter_config import DrafterConfig
     from trainer.modeldir import check_weights, default_mask_token, text_config, tokenizer_digest
 
+    resuming.check(settings)
     if settings.target_model == "toy":
         return "settings are valid; the toy target is made at the start"
     target = text_config(settings.target_model)

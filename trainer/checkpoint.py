@@ -24,7 +24,7 @@ from typing import Any
 
 from trainer.errors import InputError
 from trainer.modeldir import check_safetensors
-from trainer.status import write_json
+from trainer.status import parse, read_json, write_json
 
 SCHEMA = 1
 TENSORS = ("drafter.safetensors", "optimizer.safetensors")
@@ -44,7 +44,7 @@ class State:
     sequence: int = 0  # grows with every save into the output directory
     finished: bool = False
     rng: str = ""  # torch's CPU generator, hex
-    # Of evaluations: {"before": {"of": what was measured, "rows": […]}, "after": …}
+    # Of evaluations: {"before": {"of": what was measured, "step": …, "rows": […]}, "after": …}
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     wandb_id: str = ""  # of the run in Weights & Biases that a resumed run continues
     schema: int = SCHEMA
@@ -185,13 +185,16 @@ def _readable(output: Path) -> list[Found]:
 def _read_state(path: Path) -> State | str:
     """The state, or what is wrong with it."""
     try:
-        value = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        names = {f.name for f in dataclasses.fields(State)}
-        return State(**{key: item for key, item in value.items() if key in names})
+        value = read_json(path / "state.json")
+        if value is None:
+            return "it has no state.json"
+        state = parse(State, value, path / "state.json")
+        bytes.fromhex(state.rng)
+        return state
     except OSError as error:
         return f"state.json cannot be read ({error.strerror})"
-    except (ValueError, TypeError, AttributeError):
-        return "state.json is not what was written there"
+    except ValueError as error:
+        return f"state.json is not what was written there ({error})"
 
 
 def _damage(path: Path) -> str | None:
@@ -200,9 +203,11 @@ def _damage(path: Path) -> str | None:
         if wrong := check_safetensors(path / name):
             return f"{name} {wrong}"
     try:
-        json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(path / "config.json")
     except (OSError, ValueError) as error:
         return f"config.json cannot be read ({error})"
+    if not isinstance(config, dict):
+        return "config.json is missing or is not what was written there"
     return None
 
 

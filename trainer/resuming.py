@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
+from trainer import checkpoint
 from trainer.checkpoint import Found
+from trainer.config import Settings
 from trainer.drafter_config import DrafterConfig
+from trainer.errors import InputError
 
 TOY = "toy "  # before the digest of a target that the trainer made itself
 
@@ -65,3 +70,26 @@ def _difference(theirs: DrafterConfig, ours: DrafterConfig) -> str:
         for name, value in vars(theirs).items()
         if value != getattr(ours, name)
     )
+
+
+def check(settings: Settings) -> None:
+    """Raise InputError if the newest checkpoint cannot be gone on from, as far as small files tell.
+
+    A deploy asks before it stops the run in progress; the target is looked at only at the start.
+    """
+    if settings.resume == "never":
+        return
+    found = checkpoint.newest(Path(settings.output_dir), lambda text: None)
+    if found is None or found.state.finished:
+        return
+    shape = DrafterConfig.from_json(checkpoint.read_config(found))
+    given: dict[str, Any] = {
+        "block_size": settings.block_size,
+        "num_hidden_layers": settings.num_draft_layers,
+        "target_layer_ids": settings.target_layer_ids and tuple(settings.target_layer_ids),
+        "mask_token_id": settings.mask_token_id,
+    }
+    wanted = dataclasses.replace(shape, **{name: value for name, value in given.items() if value is not None})
+    ours = {"target": found.state.settings.get("target"), "optimizer": settings.optimizer}
+    if wrong := refusal(found, shape, wanted, ours):
+        raise InputError(wrong)

@@ -104,7 +104,7 @@ _JSON = {
 }
 
 
-def _known(cls: Any, value: Any, path: Path) -> Any:
+def parse(cls: Any, value: Any, path: Path) -> Any:
     """Build a dataclass from the JSON of `path`, passing over keys of a newer schema.
 
     Raises ValueError, naming the file, if it holds something else than we write: a run must not die of it.
@@ -119,7 +119,7 @@ def _known(cls: Any, value: Any, path: Path) -> Any:
             continue
         given = value[item.name]
         kinds = [kind.strip() for kind in str(item.type).split("|")]
-        types = [kind for name in kinds for kind in _JSON.get(name, ())]
+        types = [kind for name in kinds for kind in _JSON.get(name.partition("[")[0], ())]
         if type(given) not in types and not (given is None and "None" in kinds):
             raise ValueError(f"{path}: {item.name} is {str(given)[:80]!r}, which is no {item.type}")
         found[item.name] = given
@@ -245,7 +245,7 @@ class RunDir:
         """What the file holds, None without one. Raises ValueError, naming the file, if it is not ours."""
         path = self.path / name
         value = read_json(path)
-        return None if value is None else _known(cls, value, path)
+        return None if value is None else parse(cls, value, path)
 
     @property
     def run_id(self) -> str:

@@ -135,6 +135,28 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, file: str, h
     assert "damaged" in said[0]
 
 
+STATE = '{"step": 20, "micro_batch": 1, "epoch": 0, "total": 9, "run_id": "x", "settings": {}}'
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("state.json", "[]"),
+        ("state.json", '{"step": 20}'),
+        ("state.json", STATE.replace("20", '"abc"')),
+        ("state.json", STATE.replace("}}", '}, "rng": "zz"}')),
+        ("config.json", "[]"),
+    ],
+)
+def test_a_checkpoint_with_foreign_values_is_passed_over_loudly(tmp_path: Path, file: str, text: str) -> None:
+    store(tmp_path, 10)
+    (store(tmp_path, 20) / file).write_text(text)
+    said: list[str] = []
+    assert step_of(tmp_path, said) == 10
+    assert "damaged" in said[0]
+    assert file in said[0]
+
+
 def test_nothing_valid_is_nothing(tmp_path: Path) -> None:
     assert step_of(tmp_path) is None
     (store(tmp_path, 20) / "drafter.safetensors").write_bytes(b"x")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ from samples import LOCALHOST, facts, recipe, run, survey
 
 from deploy import actions, execute, lock, plan, release
 from deploy.errors import DeployError
-from deploy.host import HostError, Result
+from deploy.host import HostError, Local, Result
+from trainer import status
 
 DEMO = """\
 weights: toy
@@ -77,6 +79,25 @@ def test_run_json_holds_what_launch_needs_and_secrets_by_name_only(
         "who": "",
         "origin": "",
     }
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (
+            "print('error: --device cuda:7: no', file=sys.stderr); sys.exit(2)",
+            "its settings: --device cuda:7: no",
+        ),
+        ("sys.exit(3)", "its settings: exit code 3"),
+    ],
+)
+def test_the_trainer_itself_is_asked_before_anything_is_stopped(program: str, said: str) -> None:
+    asked = "import sys; assert sys.argv[1:] == ['--lr', '1', '--check-config'];"
+    wrong = status.Run("0001-x", "x", [sys.executable, "-c", asked + program, "--lr", "1"])
+    with pytest.raises(DeployError, match=said):
+        execute.check_config(Local(), wrong, {})
+    right = status.Run("0001-x", "x", [sys.executable, "-c", asked + "sys.exit(0)", "--lr", "1"])
+    execute.check_config(Local(), right, {})
 
 
 def test_tini_is_installed_after_saying_so_and_package_lists_are_fetched_only_when_needed() -> None:

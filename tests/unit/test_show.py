@@ -71,7 +71,8 @@ def test_every_name_has_its_newest_run_and_one_name_can_be_picked() -> None:
 
 
 def test_a_run_in_progress_is_not_hidden_by_a_newer_one_that_never_began() -> None:
-    never = run("0008-demo", alive=False, launch=None, heartbeats={}, switch={"outcome": "failed", "reason": "x"})
+    switch = {"outcome": "failed", "reason": "x"}
+    never = run("0008-demo", alive=False, launch=None, heartbeats={}, switch=switch)
     text = shown(run(), never)
     assert "0007-demo  training" in text
     assert "0008-demo  failed" in text

@@ -1,0 +1,58 @@
+"""trainer/resuming.py: what a deploy learns about the newest checkpoint before it stops the run in progress."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer import checkpoint, config, resuming
+from trainer.drafter_config import DrafterConfig
+from trainer.errors import InputError
+
+SHAPE = DrafterConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, vocab_size=64, block_size=8, mask_token_id=63,
+    target_layer_ids=(0, 1), num_target_layers=4, max_position_embeddings=512,
+)  # fmt: skip
+
+
+def settings(output: Path, **changes: object) -> config.Settings:
+    base = config.Settings(target_model="toy", output_dir=str(output), block_size=8, num_draft_layers=2)
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def store(output: Path, **changes: object) -> None:
+    state = checkpoint.State(
+        step=7, micro_batch=7, epoch=0, total=9, run_id="0001-x", settings={"optimizer": "adamw"}
+    )
+    tensors = {"a": torch.zeros(2)}
+    checkpoint.save(output, dataclasses.replace(state, **changes), tensors, tensors, SHAPE.to_json(), 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"block_size": 4}, "block_size 8 instead of 4"),
+        ({"num_draft_layers": 3}, "num_hidden_layers 2 instead of 3"),
+        ({"target_layer_ids": (0, 2)}, r"target_layer_ids \(0, 1\) instead of \(0, 2\)"),
+        ({"mask_token_id": 5}, "mask_token_id 63 instead of 5"),
+        ({"optimizer": "muon"}, "was trained with --optimizer adamw"),
+    ],
+)
+def test_settings_that_cannot_go_on_are_refused_before_anything_is_stopped(
+    tmp_path: Path, change: dict, said: str
+) -> None:
+    store(tmp_path)
+    resuming.check(settings(tmp_path))
+    with pytest.raises(InputError, match=said):
+        resuming.check(settings(tmp_path, **change))
+    resuming.check(settings(tmp_path, resume="never", **change))
+
+
+def test_without_a_checkpoint_and_after_a_finished_run_every_shape_is_right(tmp_path: Path) -> None:
+    resuming.check(settings(tmp_path, block_size=4))
+    store(tmp_path, finished=True)
+    resuming.check(settings(tmp_path, block_size=4))
