@@ -335,7 +335,8 @@ class Trainer:
             "eval_tokens": self.settings.eval_tokens,
             "stop": sorted(self.stop_tokens),
         }
-        if self.state.results.get(when, {}).get("of") == of:
+        known = self.state.results.get(when, {})
+        if (known.get("of"), known.get("step")) == (of, self.state.step):
             return
         self.drafter.eval()
         rows = evaluation.evaluate(
@@ -347,7 +348,7 @@ class Trainer:
             self.stop_tokens,
         )
         self.drafter.train()
-        self.state.results[when] = {"of": of, "rows": evaluation.as_json(rows)}
+        self.state.results[when] = {"of": of, "step": self.state.step, "rows": evaluation.as_json(rows)}
         earlier = self.state.results.get("before", {}) if when == "after" else {}
         differing = [name for name in of if earlier and earlier["of"].get(name) != of[name]]
         before = None if differing else evaluation.from_json(earlier.get("rows", []))

@@ -95,10 +95,11 @@ def test_a_run_leaves_its_log_heartbeat_metrics_events_and_checkpoints(
 
     records = [json.loads(text) for text in run_dir.metrics.read_text().splitlines()]
     assert [r["step"] for r in records if "loss" in r] == steps
-    assert [r["step"] for r in records if "tau" in r] == [0, 10]
+    assert [r["step"] for r in records if r["kind"] == "evaluation"] == [0, 10]
+    assert all(r["tau/training_prompts"] >= 1 for r in records if r["kind"] == "evaluation")
     heartbeat = run_dir.heartbeats()[0]
     assert (heartbeat.phase, heartbeat.step, heartbeat.total) == ("finishing", 10, 10)
-    assert heartbeat.metrics["tau"] >= 1
+    assert heartbeat.metrics["tau/training_prompts_T0.7"] >= 1
     assert heartbeat.last_checkpoint is not None
     assert heartbeat.last_checkpoint["step"] == 10
     assert list(run_dir.events.iterdir())

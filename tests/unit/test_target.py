@@ -55,6 +55,19 @@ def test_a_change_in_the_middle_of_small_weights_is_seen_too(tmp_path: Path) -> 
     assert target_digest(target) != named
 
 
+def test_of_large_weights_a_change_at_the_end_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeldir, "_HASHED_WHOLE", 0)
+    monkeypatch.setattr(modeldir, "_SAMPLE", 4096)
+    weights = tiny.target_directory(tmp_path / "a") / "model.safetensors"
+    named = target_digest(tmp_path / "a")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert target_digest(tmp_path / "a") != named
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "stop"),
     [
