@@ -88,10 +88,16 @@ clean:  ## remove .venv and what tests and tools keep here
 # requirements change; the code is installed as editable, and needs no reinstall.
 $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "Installing into $(VENV): $* (the log is $(VENV)/install.log)"
-	@if ! $(VENV)/bin/python -m pip install --progress-bar off -c constraints.txt -e '.[$*]' 2>&1 \
+	@# Read by the shell, line by line: mawk, Debian's awk, would hold the lines back.
+	@if ! PYTHONUNBUFFERED=1 $(VENV)/bin/python -m pip install --progress-bar off -c constraints.txt -e '.[$*]' 2>&1 \
 	  | tee $(VENV)/install.log \
-	  | awk '/(MB|GB)\)$$/ {print "  " $$2, $$(NF-1), $$NF; fflush()} \
-	         /^Installing collected/ && NF > 4 {print "  installing " NF-3 " packages"; fflush()}'; \
+	  | while IFS= read -r line; do \
+	    case "$$line" in \
+	      *MB\)|*GB\)) echo "$$line";; \
+	      Processing*.whl) echo "  $${line##*/}";; \
+	      'Installing collected'*) set -- $$line; echo "  installing $$(($$# - 3)) packages; this takes a while";; \
+	    esac; \
+	  done; \
 	then \
 	  grep -v '^ ' $(VENV)/install.log | tail -n 20; \
 	  echo 'pip could not install the packages; its last lines are above.' >&2; exit 1; \

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,9 +64,10 @@ def menu(**flags: Any) -> Callable[[Callable[..., int | None]], Any]:
             try:
                 code = body(context, *args, **kwargs)
             except DeployError as error:
-                raise Exit(str(error), code=error.code) from None
+                raise Exit(here(str(error)), code=error.code) from None
             except KeyboardInterrupt:
-                raise Exit("interrupted; fab status shows what is in progress", code=INTERRUPTED) from None
+                text = here("interrupted; fab status shows what is in progress")
+                raise Exit(text, code=INTERRUPTED) from None
             except BrokenPipeError:  # | head: what only shows something has done enough
                 sys.stderr.close()
                 code = 1 if "dry_run" in body.__annotations__ else 0
@@ -97,9 +101,16 @@ def waits(lock_wait: str) -> Any:
     return lock.Patience(whole("--lock-wait", lock_wait))
 
 
+def here(text: str) -> str:
+    """`text` with its hints as they can be typed: who comes by `make` has no `fab` on the PATH."""
+    if shutil.which("fab"):
+        return text
+    return re.sub(r"\bfab (?=[a-z])", f"{os.path.relpath(sys.argv[0])} ", text)
+
+
 def say(text: str) -> None:
     """Progress: beside the result, never in it."""
-    print(text, file=sys.stderr, flush=True)
+    print(here(text), file=sys.stderr, flush=True)
 
 
 def show(value: Any) -> int:
@@ -120,10 +131,8 @@ def follow(goal: Any, name: str, *, state: str, lines: int | None = None, run_pa
         else:
             code = logs.follow_name(goal.host, state, name, lines=lines, out=sys.stdout.buffer)
     except KeyboardInterrupt:
-        raise Exit(
-            f"\nthe run goes on; fab tail --name {name} follows it again, fab stop --name {name} ends it",
-            code=INTERRUPTED,
-        ) from None
+        text = f"\nthe run goes on; fab tail --name {name} follows it again, fab stop --name {name} ends it"
+        raise Exit(here(text), code=INTERRUPTED) from None
     return code or 0
 
 
@@ -139,7 +148,8 @@ def watch(goal: Any, record: str) -> Any:
     try:
         return switch.watch(goal.host, record, report)
     except KeyboardInterrupt:
-        raise Exit("\nthe switch goes on by itself; fab status shows how it ends", code=INTERRUPTED) from None
+        text = here("\nthe switch goes on by itself; fab status shows how it ends")
+        raise Exit(text, code=INTERRUPTED) from None
 
 
 # -- changing what runs ------------------------------------------------------------------------------------
@@ -357,7 +367,7 @@ def status(
     rows = actions.rows(goal, facts, name, run_id)
     if json:
         return show([dataclasses.asdict(row) for row in rows])
-    print(text.status(rows, text.colour()) or actions.nothing(goal, facts, name))
+    print(here(text.status(rows, text.colour()) or actions.nothing(goal, facts, name)))
     for problem in facts["problems"]:
         say(f"could not be read: {problem}")
     return None

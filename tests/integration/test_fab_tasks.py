@@ -64,6 +64,7 @@ class Fab:
     def environment(self, **more: str) -> dict[str, str]:
         own = {
             "PYTHONPATH": str(CHECKOUT),
+            "PATH": f"{Path(FAB[0]).parent}:{os.environ['PATH']}",  # so that hints say `fab`
             "DRAFTHOUSE_STATE": str(self.place.root),
             "DRAFTHOUSE_SHM": str(self.root / "shm"),
             "HOME": str(self.root),  # no SSH configuration but the one that a test writes

@@ -37,6 +37,23 @@ def test_every_flag_is_explained_and_none_is_short(collection: Collection) -> No
             assert all(len(word) > 1 for word in argument.names), f"{name} {argument.names}"
 
 
+def test_a_hint_can_be_typed_as_it_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT))
+    import fabfile
+
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    program = tmp_path / ".venv" / "bin" / "fab"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(program), "status"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    hint = "next: fab tail --name prefab; the fab deploys"
+    assert fabfile.here(hint) == "next: .venv/bin/fab tail --name prefab; the .venv/bin/fab deploys"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert fabfile.here(hint) == hint
+
+
 def test_no_task_has_a_parameter_named_hosts_which_would_shadow_fabrics_own(collection: Collection) -> None:
     for name in TASKS:
         flags = {argument.name for argument in collection[name].get_arguments()}

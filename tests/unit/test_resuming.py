@@ -1,4 +1,4 @@
-"""trainer/resuming.py: what a deploy learns about the newest checkpoint before it stops the run in progress."""
+"""trainer/resuming.py: what a deploy learns of the newest checkpoint before it stops the run in progress."""
 
 from __future__ import annotations
 
