@@ -1,9 +1,14 @@
 """What all tests share: the testbed's fixtures, and which tests this machine can run."""
 
 import os
+import signal
 
 # As in trainer/__main__.py, before anything imports torch: tests run beside other work, and threads that spin
 # while they wait made small models six times slower there.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell that starts us in the background has SIGINT ignored, and what is ignored stays so in every program
+# that is started from here: then no Ctrl-C could be tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["testbed.fixtures", "testbed.selection"]
