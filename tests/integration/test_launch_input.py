@@ -56,7 +56,7 @@ def test_what_cannot_be_started_is_told_in_one_sentence_and_recorded(tmp_path, c
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{", "not valid JSON"), ("{}", "lacks"), ('{"run_id": "a", "name": "a", "command": 3}', "`command`")],
+    [("{", "not valid JSON"), ("{}", "lacks"), ('{"run_id": "a", "name": "a", "command": 3}', "command is")],
 )
 def test_a_broken_run_json_is_told_and_recorded(tmp_path, content, words):
     (tmp_path / "run.json").write_text(content)
