@@ -21,6 +21,8 @@ from trainer.monitor import StopSignal
 from trainer.status import RunDir
 from trainer.train import Trainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
