@@ -14,6 +14,8 @@ NAME ?=
 RUN ?=
 PYTHON ?=
 TESTS ?=
+# Tests wait for processes half of the time, so one worker more than there are CPUs; each takes half a GB.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
 # Values reach the recipes through the environment, as they are: neither make nor the shell reads them as code.
 override HOST := $(value HOST)
 override NAME := $(value NAME)
@@ -54,10 +56,10 @@ tensorboard: $(VENV)/.deploy,trainer  ## curves of this machine's runs: loss, to
 ## Check
 .PHONY: test test-fast lint bench testbed
 test: $(VENV)/.deploy,trainer,dev  ## every test that this machine can run; what is left out is named at the end
-	@$(VENV)/bin/python -m pytest $(TESTS)
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(TESTS)
 
 test-fast: $(VENV)/.deploy,trainer,dev  ## the tests that need no engine and take no time
-	@$(VENV)/bin/python -m pytest -m 'not slow and not engine' $(TESTS)
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not engine' $(TESTS)
 
 lint: $(VENV)/.deploy,trainer,dev  ## style, types, and the directions between the packages
 	@$(VENV)/bin/ruff check .

@@ -38,7 +38,7 @@ while not stop:
     beat.sequence += 1
     beat.time = beat.last_step_time = time.time()
     request = run.request()
-    if request and (beat.answered or {}).get("id") != request.id:
+    if request and request.action != "stop" and (beat.answered or {}).get("id") != request.id:
         while gate and not os.path.exists(gate):
             time.sleep(0.01)
         if mark:

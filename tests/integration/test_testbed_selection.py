@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.slow  # each is a pytest of its own
 
 
 @pytest.fixture
@@ -60,6 +61,29 @@ def test_where_nothing_may_be_left_out_it_is_a_failure(suite: Path) -> None:
     done = run(suite, strict=True)
     assert done.returncode == 1
     assert "left out: 1 (a failure: here nothing may be)" in done.stdout
+
+
+def test_workers_tell_what_they_leave_out(suite: Path) -> None:
+    (suite / "test_skips.py").write_text("import pytest\ndef test_sometimes(): pytest.skip('no such file')\n")
+    done = run(suite, "-n", "2", strict=True)
+    assert done.returncode == 1
+    assert "left out: 2 (a failure: here nothing may be)" in done.stdout
+    assert "1 because there is no engine:\n  test_it.py::test_container" in done.stdout
+    assert "no such file:\n  test_skips.py::test_sometimes" in done.stdout
+    assert run(suite, "-n", "2").returncode == 0
+
+
+def test_what_there_is_only_one_of_is_used_by_one_worker(suite: Path) -> None:
+    (suite / "test_it.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture(scope='session')\n"
+        "def engine(worker_id): return worker_id\n"
+        "@pytest.mark.parametrize('number', range(6))\n"
+        "def test_one(engine, number): open(f'worker-{engine}', 'w')\n"
+    )
+    done = run(suite, "-n", "2", "--dist", "loadgroup")
+    assert done.returncode == 0, done.stdout
+    assert len(list(suite.glob("worker-*"))) == 1
 
 
 def test_what_nobody_asked_for_is_not_left_out(suite: Path) -> None:

@@ -2,17 +2,22 @@
 
 With DRAFTHOUSE_NOTHING_LEFT_OUT=1 (as in CI) leaving something out is a failure: a part that is missing there
 would otherwise pass for a tested one.
+
+With several workers (pytest-xdist) each of them collects; what it leaves out reaches the summary through its
+`workeroutput`. What there is only one of for a session, such as the engine, is used by one worker alone.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
 from . import needs
 
 SETUP_SECONDS = 1800  # for the first test that needs the image: a base system, an image with torch
+ONE_FOR_ALL = {"engine", "toy_cache"}  # fixtures whose tests go to one worker
 REASONS = {"root": needs.why_no_root, "engine": needs.why_no_engine, "sshd": needs.why_no_sshd}
 
 
@@ -27,6 +32,10 @@ class Selection:
         self.strict = os.environ.get("DRAFTHOUSE_NOTHING_LEFT_OUT", "") not in ("", "0")
         self.left_out: dict[str, list[str]] = {}
 
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        if ONE_FOR_ALL & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("testbed"))
+
     @pytest.hookimpl(trylast=True)  # after -m and -k: what nobody asked for is not left out
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         lacking = {marker: reason for marker, why in REASONS.items() if (reason := why())}
@@ -38,16 +47,30 @@ class Selection:
             if reason is not None:
                 items.remove(item)
                 dropped.append(item)
-                self.left_out.setdefault(reason, []).append(item.nodeid)
+                self.leave_out(reason, item.nodeid)
         if dropped:
             config.hook.pytest_deselected(items=dropped)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):  # a skip leaves a test out just the same
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            self.left_out.setdefault(reason, []).append(report.nodeid)
+            self.leave_out(reason, report.nodeid)
+
+    def leave_out(self, reason: str, test: str) -> None:
+        tests = self.left_out.setdefault(reason, [])
+        if test not in tests:
+            tests.append(test)
+
+    @pytest.hookimpl(optionalhook=True)  # in the process that has the workers
+    def pytest_testnodedown(self, node: Any) -> None:
+        for reason, tests in getattr(node, "workeroutput", {}).get("left_out", {}).items():
+            for test in tests:
+                self.leave_out(reason, test)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["left_out"] = self.left_out
+            return
         if not self.left_out:
             return
         if self.strict and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):

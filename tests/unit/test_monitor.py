@@ -119,6 +119,7 @@ def test_a_request_is_seen_once_and_answered(run_dir: RunDir) -> None:
         assert seen == request
         assert monitor.asked() is None
         monitor.answer(request, "done")
+        wait_for(lambda: 0 in run_dir.heartbeats())
         wait_for(lambda: (run_dir.heartbeats()[0].answered or {}).get("id") == request.id)
         again = run_dir.ask("checkpoint-and-stop", by="me")
         assert monitor.asked() == again
