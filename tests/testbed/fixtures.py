@@ -25,7 +25,13 @@ def testbed_directory() -> Path:
 
 @pytest.fixture(scope="session")
 def engine(testbed_directory: Path) -> Iterator[Docker]:
-    """A real Docker engine of our own; commands to it. Mark the test `engine`."""
+    """A real Docker engine of our own; commands to it. Mark the test `engine`.
+
+    DRAFTHOUSE_TESTBED_ENGINE names one that `python3 -m tests.testbed up` has brought up, and keeps up.
+    """
+    if os.environ.get("DRAFTHOUSE_TESTBED_ENGINE"):
+        yield Docker(os.environ["DRAFTHOUSE_TESTBED_ENGINE"])
+        return
     own = Engine()
     own.start()
     try:
