@@ -39,7 +39,7 @@ class Stop:
 class Plan:
     """What will be done. `action`: unchanged | nothing | start | switch | stop."""
 
-    task: str  # deploy | restart | stop
+    task: str  # deploy | restart | start | rollback | stop
     action: str
     host: str
     name: str
@@ -263,28 +263,64 @@ def make(
     )
 
 
-def make_same(survey: Survey, host: HostSettings, command: Sequence[str], *, install: bool = True) -> Plan:
-    """The plan of `restart --same`: the deployed release again, whatever the files say now."""
+def make_same(
+    survey: Survey,
+    host: HostSettings,
+    command: Sequence[str],
+    *,
+    task: str = "restart",
+    release_id: str | None = None,
+    differences: Sequence[str] = (),
+    install: bool = True,
+) -> Plan:
+    """The plan of `restart --same`, `start` and `rollback`: a release that is on the host (default: the
+    current one) as it was deployed, whatever the files say now.
+
+    `start` leaves a run that is in progress alone.
+    """
     facts, name, live = survey.facts, survey.layout.name, survey.live
     current = facts["names"].get(name, {}).get("current")
-    if current is None:
+    wanted = release_id or current
+    if wanted is None:
         raise DeployError(f"nothing of {name} is deployed on {host.name}; use fab deploy --name {name}")
-    release.refuse_changed(facts, host.name, name, current)
+    stopping = live is not None and bool((live["launch"] or {}).get("stopping"))
     runtime, why = choose_runtime(host, facts)
+    if task == "start" and live is not None and not stopping:
+        running = release_before(survey)
+        return Plan(
+            task=task,
+            action="unchanged",
+            host=host.name,
+            name=name,
+            layout=survey.layout,
+            runtime=runtime,
+            runtime_why=why,
+            release=running,
+            release_before=running,
+            release_is_there=True,
+            stop=stop_of(live, facts),
+            seen=seen(facts, name),
+        )
+    release.refuse_changed(facts, host.name, name, wanted)
     init, commands = _init(facts, install)
     return Plan(
-        task="restart",
+        task=task,
         action="switch" if live else "start",
         host=host.name,
         name=name,
         layout=survey.layout,
         runtime=runtime,
         runtime_why=why,
-        release=current,
+        release=wanted,
         release_before=current,
         release_is_there=True,
+        differences=tuple(differences),
         command=tuple(command),
-        resume="as its release says (--same)",
+        resume={
+            "restart": "as its release says (--same)",
+            "start": "as its release says",
+            "rollback": "as its release says (rollback)",
+        }[task],
         stop=stop_of(live, facts) if live else None,
         init=init,
         install=commands,
