@@ -1,16 +1,39 @@
-"""How our own scripts get to a host that has nothing installed: whole, either over stdin or as a directory.
+"""How our own scripts get to a host that has nothing installed: whole, over stdin or as a directory.
 
 Modules keep their names there, so that the same source runs on both sides. They use the standard library of
-Python 3.9 and each other, nothing else.
+Python 3.9 and each other, nothing else. Which ones a script needs is found by following its imports.
+
+`ask` calls one function there and returns its value; `open` leaves it running, with its stdin and stdout in
+our hands. Both send the program over stdin, behind its length, so that no argument is long and what follows
+on stdin is the function's own.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
 import hashlib
-from collections.abc import Sequence
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from deploy import CHECKOUT
-from deploy.host import SCRIPT_FLAGS, Host
+from deploy.errors import DeployError
+from deploy.host import SCRIPT_FLAGS, Host, HostError
+
+PACKAGES = ("deploy", "trainer")
+TIMEOUT = 60.0  # seconds that a function gets if nothing else is said
+END = 5.0  # seconds from the end of a function's stdin to ours of its patience
+
+
+# -- which modules -----------------------------------------------------------------------------------------
 
 
 def source(module: str) -> str:
@@ -18,10 +41,42 @@ def source(module: str) -> str:
     return (CHECKOUT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
 
 
+@functools.cache
+def needed(module: str) -> tuple[str, ...]:
+    """`module` and all of ours that it imports, directly or through others, in alphabetical order."""
+    wanted, found = [module], set()
+    while wanted:
+        name = wanted.pop()
+        if name in found or not (CHECKOUT / (name.replace(".", "/") + ".py")).is_file():
+            continue
+        found.add(name)
+        for node in ast.walk(ast.parse(source(name))):
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            else:
+                continue
+            wanted += [other for other in imported if other.partition(".")[0] in PACKAGES and "." in other]
+    return tuple(sorted(found))
+
+
+def texts(modules: Sequence[str]) -> dict[str, str]:
+    """The source of `modules` and of what they import, by name."""
+    return {name: source(name) for name in sorted({name for main in modules for name in needed(main)})}
+
+
+# -- as a program ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _program(modules: tuple[str, ...], last: str) -> bytes:
+    return _PROGRAM.format(texts=texts(modules), last=last).encode()
+
+
 def program(modules: Sequence[str]) -> bytes:
-    """`modules`, each after those that it imports, as one program for ``python -``; the last one is run."""
-    texts = {module: source(module) for module in modules}
-    return _PROGRAM.format(main=modules[-1], texts=texts).encode()
+    """`modules` and what they import as one program for ``python -``; the last one is run."""
+    return _program(tuple(modules), _RUN.format(main=modules[-1]))
 
 
 def install(host: Host, state_root: str, modules: Sequence[str]) -> str:
@@ -30,8 +85,8 @@ def install(host: Host, state_root: str, modules: Sequence[str]) -> str:
     The directory is named by its content, so that a script in use is never replaced. Returns its path.
     """
     files = {"__main__.py": f"from {modules[-1]} import main\n\nmain()\n".encode()}
-    for module in modules:
-        files[module.replace(".", "/") + ".py"] = source(module).encode()
+    for module, text in texts(modules).items():
+        files[module.replace(".", "/") + ".py"] = text.encode()
         files[module.partition(".")[0] + "/__init__.py"] = b""
     digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
     path = f"{state_root}/tools/{digest}"
@@ -44,15 +99,244 @@ def command(host: Host, program: str, *arguments: str) -> list[str]:
     return [host.python, *SCRIPT_FLAGS, program, *arguments]
 
 
+# -- as a call ---------------------------------------------------------------------------------------------
+
+
+def ask(
+    host: Host,
+    function: str,
+    *arguments: Any,
+    data: bytes = b"",
+    timeout: float = TIMEOUT,
+    progress: Callable[[str], None] | None = None,
+) -> Any:
+    """Call ``"deploy.module:function"`` on `host` and return its value; both ways all is JSON.
+
+    `data` is given to the function as its keyword argument of that name. With `progress` it gets a callable
+    of that name too, whose texts arrive here while it runs; the call then has a connection of its own, and
+    `timeout` is the longest silence in seconds instead of the whole time.
+
+    A DeployError there is raised here with the same sentence, an OSError as one that names the host and the
+    file. Raises HostError if the function cannot run or fails in another way.
+    """
+    stdin = sent(function, arguments, "call", data=len(data) if data else None, progress=progress is not None)
+    argv = command(host, "-c", _LOADER)
+    if progress is None:
+        result = host.run(argv, timeout=timeout, input=stdin + data, check=False)
+        lines: Iterator[bytes] = iter(result.out.splitlines())
+        return _value(host, function, lines, lambda text: None, lambda: (result.code, result.err))
+    process = _bulk(host, argv)
+    try:
+        feeding = threading.Thread(target=feed, args=(process, stdin, data), daemon=True)
+        feeding.start()
+        lines = _lines(host, function, process, timeout)
+        return _value(host, function, lines, progress, lambda: _rest(process))
+    except BaseException:
+        kill(process)
+        raise
+    finally:
+        close(process)
+
+
+def open(host: Host, function: str, *arguments: Any, bulk: bool = False) -> subprocess.Popen[bytes]:
+    """Start ``"deploy.module:function"`` on `host` with `arguments` and leave it running.
+
+    Its stdin (behind the program, which has been sent) and its stdout are the returned process's, bytes as
+    they are. It ends with exit code 0 when the function returns, 1 after an error, whose sentence is then
+    the last line of stderr. With `bulk` it has a connection of its own.
+    """
+    argv = command(host, "-c", _LOADER)
+    process = _bulk(host, argv) if bulk else host.open_stream(argv)
+    feed(process, sent(function, arguments, "open"), end=False)
+    return process
+
+
+def _bulk(host: Host, argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    started: subprocess.Popen[bytes] = getattr(host, "bulk", host.open_stream)(argv)
+    return started
+
+
+def sent(function: str, arguments: Sequence[Any], mode: str, **more: Any) -> bytes:
+    """What goes to the loader's stdin: the program and the call, each behind its length."""
+    module, _, name = function.partition(":")
+    packed = _packed(module)
+    call = {"module": module, "function": name, "arguments": list(arguments), "mode": mode, **more}
+    words = json.dumps(call, ensure_ascii=True).encode("ascii")
+    return b"%012d%s%012d%s" % (len(packed), packed, len(words), words)
+
+
+@functools.cache
+def _packed(module: str) -> bytes:
+    return zlib.compress(_program((module, "deploy.errors"), _CALL), 6)
+
+
+def feed(process: subprocess.Popen[bytes], *parts: bytes, end: bool = True) -> None:
+    """Write to a process that may have ended meanwhile: what it left on stderr says why."""
+    assert process.stdin
+    with contextlib.suppress(OSError, ValueError):
+        for part in parts:
+            process.stdin.write(part)
+        process.stdin.flush()
+    if end:
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.close()
+
+
+def close(process: subprocess.Popen[bytes], patience: float = END) -> None:
+    """End a process from `open` by the end of its stdin; it is killed if it does not hear of it."""
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe:
+            with contextlib.suppress(OSError, ValueError):
+                pipe.close()
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_words(process: subprocess.Popen[bytes]) -> str:
+    """Why a process from `open` has ended: the last line of its stderr, else its exit code."""
+    code, errors = _rest(process)
+    return _last(errors) or f"exit code {code}"
+
+
+def _rest(process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
+    assert process.stderr
+    with contextlib.suppress(OSError, ValueError):
+        errors = process.stderr.read()
+        return process.wait(), errors
+    return process.wait(), b""
+
+
+def _last(errors: bytes) -> str:
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _lines(host: Host, function: str, process: subprocess.Popen[bytes], silence: float) -> Iterator[bytes]:
+    """The lines of a process, as they come. Raises HostError after a `silence` of that many seconds."""
+    found: queue.Queue[bytes | None] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout
+        with contextlib.suppress(OSError, ValueError):
+            for line in process.stdout:
+                found.put(line)
+        found.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = found.get(timeout=silence)
+        except queue.Empty:
+            raise HostError(
+                f"{host.name}: {function} gave no sign of life for {silence:g} s and was ended; "
+                "look at the host's load and disks, then try again"
+            ) from None
+        if line is None:
+            return
+        yield line
+
+
+def _value(
+    host: Host,
+    function: str,
+    lines: Iterator[bytes],
+    progress: Callable[[str], None],
+    rest: Callable[[], tuple[int, bytes]],
+) -> Any:
+    for line in lines:
+        try:
+            said = json.loads(line)
+        except ValueError:
+            break
+        if "progress" in said:
+            progress(said["progress"])
+        elif "error" in said:
+            raise DeployError(said["error"], code=said["code"])
+        elif "system" in said:
+            raise HostError(f"{host.name}: {said['system']}")
+        else:
+            return said["value"]
+    code, errors = rest()
+    raise HostError(f"{host.name}: {function} failed: {_last(errors) or f'exit code {code}'}")
+
+
+# What is on the command line, the same for every call. It reads no byte beyond what is meant for it.
+_LOADER = """\
+import os, sys, zlib
+def take(count):
+    found = b""
+    while len(found) < count:
+        block = os.read(0, count - len(found))
+        if not block:
+            sys.exit("the connection ended before all of the program had arrived")
+        found += block
+    return found
+exec(compile(zlib.decompress(take(int(take(12)))), "drafthouse", "exec"))
+"""
+
+# Modules are imported from these texts by Python's own machinery, so they may import each other as ever.
 _PROGRAM = """\
-import sys, types
+import sys
+from importlib.machinery import ModuleSpec
 texts = {texts!r}
-for name, text in texts.items():
-    package = sys.modules.setdefault(name.partition(".")[0], types.ModuleType(name.partition(".")[0]))
-    package.__path__ = []
-    module = sys.modules[name] = types.ModuleType(name)
-    setattr(package, name.partition(".")[2], module)
-    if name == {main!r}:
-        module.__name__ = "__main__"
-    exec(compile(text, name, "exec"), module.__dict__)
+class Ours:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in texts or name in ("deploy", "trainer"):
+            return ModuleSpec(name, Ours, is_package=name not in texts)
+    @staticmethod
+    def create_module(spec):
+        return None
+    @staticmethod
+    def exec_module(module):
+        name = module.__spec__.name
+        if name in texts:
+            exec(compile(texts[name], name, "exec"), module.__dict__)
+sys.meta_path.insert(0, Ours)
+{last}
+"""
+
+_RUN = """\
+import importlib
+importlib.import_module({main!r}).main()
+"""
+
+_CALL = """\
+import importlib, json, os
+call = json.loads(take(int(take(12))))
+function = getattr(importlib.import_module(call["module"]), call["function"])
+from deploy.errors import DeployError
+def sentence(error):
+    words = error.strerror or str(error)
+    return "%s: %s" % (os.fsdecode(error.filename), words) if error.filename else words
+if call["mode"] == "open":
+    try:
+        function(*call["arguments"])
+    except (DeployError, OSError) as error:
+        sys.exit(sentence(error) if isinstance(error, OSError) else str(error))
+else:
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)
+    def say(value):
+        answers.write(json.dumps(value) + chr(10))
+        answers.flush()
+    more = {}
+    if call["data"] is not None:
+        more["data"] = take(call["data"])
+    if call["progress"]:
+        more["progress"] = lambda text: say({"progress": text})
+    try:
+        say({"value": function(*call["arguments"], **more)})
+    except DeployError as error:
+        say({"error": str(error), "code": error.code})
+    except OSError as error:
+        say({"system": sentence(error)})
 """

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
-from deploy import evidence, lock, onhost, switch
-from deploy.host import Local
+from deploy import CHECKOUT, evidence, lock, onhost, switch
+from deploy.errors import DeployError
+from deploy.host import HostError, Local
 
-ON_HOST = sorted({*evidence.PROBE, *switch.JOB, *lock.HOLDER})
+ON_HOST = onhost.needed(evidence.PROBE[-1]) + onhost.needed(switch.JOB[-1]) + onhost.needed(lock.HOLDER[-1])
+ON_HOST = tuple(sorted({*ON_HOST, "deploy.errors"}))
 
 
 @pytest.mark.parametrize("module", ON_HOST)
@@ -38,12 +42,9 @@ def test_a_script_for_hosts_is_python_3_9(module):
     assert future, "X | None in annotations needs: from __future__ import annotations"
 
 
-def test_modules_come_after_those_that_they_import():
-    for modules in (evidence.PROBE, switch.JOB, lock.HOLDER):
-        for position, module in enumerate(modules):
-            text = onhost.source(module)
-            for later in modules[position:]:
-                assert f"import {later.partition('.')[2]}\n" not in text, f"{module} imports {later}"
+def test_what_a_script_needs_is_found_by_following_its_imports():
+    assert onhost.needed("deploy.lock_holder") == ("deploy.files", "deploy.lock_holder")
+    assert "deploy.switch_steps" in onhost.needed("deploy.switch_job")
 
 
 def test_a_program_over_stdin_needs_no_file_and_no_environment(tmp_path, monkeypatch):
@@ -68,3 +69,102 @@ def test_an_installed_tool_runs_and_leaves_no_cache_files(tmp_path):
     assert result.code != 0
     assert b"/no/such/spec.json" in result.err
     assert not list((tmp_path / "tools").rglob("__pycache__"))
+
+
+# -- calls -------------------------------------------------------------------------------------------------
+
+SAMPLE = """
+from __future__ import annotations
+import os, sys, time
+from deploy.errors import DeployError
+from deploy import second
+
+def add(a, b): return a + b
+def refuse(code): raise DeployError("the \u2018thing\u2019 is gone; bring it back", code=code)
+def crash(): raise RuntimeError("what nobody thought of")
+def missing(): open("/no/such/file")
+def length(data): return [len(data), sum(data)]
+def talk(count, progress):
+    print("a word on stdout is no part of the answer")
+    for number in range(count):
+        progress("%d of %d" % (number + 1, count))
+    return second.WORD
+def sleep(progress):
+    progress("begun")
+    time.sleep(600)
+def echo(prefix):
+    while True:
+        block = os.read(0, 4096)
+        if not block:
+            return
+        os.write(1, prefix.encode() + block)
+def give_up(): raise DeployError("not today")
+"""
+
+
+@pytest.fixture
+def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A checkout with a module `deploy.sample` that has something to call."""
+    (tmp_path / "deploy").mkdir()
+    shutil.copy(CHECKOUT / "deploy" / "errors.py", tmp_path / "deploy")
+    (tmp_path / "deploy" / "sample.py").write_text(SAMPLE)
+    (tmp_path / "deploy" / "second.py").write_text("from trainer.third import WORD\n")
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "third.py").write_text("WORD = 'grün ❯'\n")
+    caches = (onhost.needed, onhost._program, onhost._packed)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(onhost, "CHECKOUT", tmp_path)
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("sample")
+class TestAsk:
+    def test_a_function_is_called_there_and_its_value_comes_back(self):
+        assert onhost.ask(Local(), "deploy.sample:add", ["ä", 1], ["$(id)", None]) == ["ä", 1, "$(id)", None]
+
+    def test_bytes_reach_it_as_they_are_however_many(self):
+        data = bytes(range(256)) * 20_000
+        assert onhost.ask(Local(), "deploy.sample:length", data=data) == [len(data), sum(data)]
+
+    def test_a_deploy_error_there_is_the_same_sentence_here(self):
+        with pytest.raises(DeployError, match=r"^the ‘thing’ is gone; bring it back$") as caught:
+            onhost.ask(Local(), "deploy.sample:refuse", 2)
+        assert caught.value.code == 2
+
+    def test_an_error_of_the_system_names_host_and_file(self):
+        with pytest.raises(HostError, match=r"^box: /no/such/file: No such file or directory$"):
+            onhost.ask(Local("box"), "deploy.sample:missing")
+
+    def test_any_other_error_names_host_and_function(self):
+        sentence = "^box: deploy.sample:crash failed: RuntimeError: what nobody thought of$"
+        with pytest.raises(HostError, match=sentence):
+            onhost.ask(Local("box"), "deploy.sample:crash")
+
+    def test_progress_arrives_as_it_is_told(self):
+        said: list[str] = []
+        assert onhost.ask(Local(), "deploy.sample:talk", 3, progress=said.append) == "grün ❯"
+        assert said == ["1 of 3", "2 of 3", "3 of 3"]
+
+    def test_with_progress_silence_ends_it(self):
+        said: list[str] = []
+        with pytest.raises(HostError, match="gave no sign of life for 1 s and was ended"):
+            onhost.ask(Local(), "deploy.sample:sleep", timeout=1, progress=said.append)
+        assert said == ["begun"]
+
+    def test_an_open_function_has_stdin_and_stdout_for_itself(self):
+        process = onhost.open(Local(), "deploy.sample:echo", "heard ")
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(b"a\0b")
+        process.stdin.flush()
+        assert process.stdout.read(9) == b"heard a\0b"
+        onhost.close(process)
+        assert process.returncode == 0
+
+    def test_the_last_words_of_an_open_function_are_its_sentence(self):
+        process = onhost.open(Local(), "deploy.sample:give_up")
+        assert onhost.last_words(process) == "not today"
+        onhost.close(process)
