@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deploy import explain, flags, sshconfig, yamlfile
+from deploy import explain, flags, sizes, sshconfig, yamlfile
 from deploy.errors import USAGE, DeployError, nearest
 from deploy.host import LOCAL_NAMES
 from deploy.yamlfile import YamlFile, dotted
@@ -28,8 +28,13 @@ from trainer.status import valid_name
 
 TOY = "toy"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}")
 # Set for every run by launch; a second value would contradict what status and tail expect.
 OWN_VARIABLES = ("DRAFTHOUSE_RUN_DIR", "DRAFTHOUSE_ATTEMPT")
+
+
+def _natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class _Settings(BaseModel):
@@ -52,6 +57,7 @@ class HostSettings(_Settings):
     shm: str | None = None  # default: /dev/shm/drafthouse
     cache: str | None = None  # default: names/<name>/cache in the state
     python: str | None = None  # the Python that has torch; on localhost the one that runs fab
+    build: Literal["host", "local"] | None = None  # where images are built; default: on the host
 
     @property
     def is_local(self) -> bool:
@@ -93,6 +99,47 @@ class LogKeeping(_Settings):
     segments: int = Field(default=16, ge=2)
 
 
+class ImageSettings(_Settings):
+    """What the compose runtime starts a run from: an image of this checkout, or one of your own (`use`)."""
+
+    build: Literal["host", "local"] | None = None  # default: as the host has it
+    base: str | None = None  # the Dockerfile's BASE_IMAGE
+    variant: Literal["auto", "cpu", "gpu"] = "auto"  # auto: gpu if the run gets devices
+    torch_index_url: str | None = None  # the Dockerfile's TORCH_INDEX_URL
+    use: str | None = None  # an image that is on the host already and has Python 3.9 or later
+
+    @field_validator("base", "use")
+    @classmethod
+    def _reference(cls, value: str | None) -> str | None:
+        if value is not None and not _IMAGE.fullmatch(value):
+            raise ValueError("but must be an image's name, like debian:bookworm-slim")
+        return value
+
+    @field_validator("torch_index_url")
+    @classmethod
+    def _index(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if "@" in value.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "holds a password, which would lie in the image and in the release; give pip's configuration "
+                "to the build as a secret instead (docs/docker.md)"
+            )
+        if not re.fullmatch(r"(https?|file)://[^\s]+", value):
+            raise ValueError("but must be the address of a package index, like https://index.example/cpu")
+        return value
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.use is not None:
+            for key in ("build", "base", "torch_index_url"):
+                if getattr(self, key) is not None:
+                    raise ValueError(
+                        f"has {key} beside use, but an image that is used as it is cannot be built; keep one"
+                    )
+        return self
+
+
 class RunSettings(_Settings):
     """A file in runs/: one experiment. `trainer:` for our trainer, `command:` for any other."""
 
@@ -112,6 +159,41 @@ class RunSettings(_Settings):
     first_heartbeat_timeout_seconds: float = Field(default=600, ge=1, le=86400)
     restart: Restart = Restart()
     log: LogKeeping = LogKeeping()
+    gpus: Literal["all"] | int | list[int] | None = None  # None: all that the host has; 0: none
+    image: ImageSettings = ImageSettings()
+    memory: str | None = None  # of the container, like 64g; default: no limit
+    shm_size: str | None = None  # of the container's own /dev/shm; default: computed
+    user: str | None = None  # of the container: root, or uid:gid; default: 10001:10001, or the deployer
+
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _gpus(cls, value: Any) -> Any:
+        many = isinstance(value, list) and all(_natural(item) for item in value)
+        if value is not None and value != "all" and not _natural(value) and not many:
+            raise ValueError("but must be all, how many (0: none), or a list of devices like [0, 1]")
+        if many and len(set(value)) < len(value):
+            raise ValueError("but names a device twice; name each once")
+        return 0 if value == [] else sorted(value) if many else value
+
+    @field_validator("memory", "shm_size", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        text = str(value) if not isinstance(value, bool) else ""
+        if sizes.parse(text) is None:
+            raise ValueError("but must be a size, like 512m or 64g")
+        return text
+
+    @field_validator("user", mode="before")
+    @classmethod
+    def _user(cls, value: Any) -> Any:
+        if value is None or value == "root":
+            return value
+        text = f"{value}:{value}" if _natural(value) else value
+        if not isinstance(text, str) or not re.fullmatch(r"\d{1,9}:\d{1,9}", text):
+            raise ValueError("but must be root or numbers like 1000:1000; a name means nothing in an image")
+        return text
 
     @field_validator("name")
     @classmethod

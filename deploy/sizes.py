@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_UNITS = "bkmgt"
+
 
 def size(count: float) -> str:
     """``812 MB``, ``3.2 GB``: powers of ten, as disks and NVIDIA's tools are labelled."""
@@ -22,3 +26,12 @@ def age(seconds: float) -> str:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
+
+
+def parse(text: str) -> int | None:
+    """Bytes of ``64g``, ``512 MiB`` or ``1073741824``: powers of 1024, as Docker reads them. None: no size."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([bkmgt])?(?:i?b)?\s*", text.lower())
+    if not found:
+        return None
+    bytes_ = int(float(found[1]) * 1024 ** _UNITS.index(found[2] or "b"))
+    return bytes_ or None

@@ -139,7 +139,9 @@ class Run:
     runtime: str = "process"  # compose | pct | process
     release: dict = field(default_factory=dict)  # {id, digest}
     git: dict = field(default_factory=dict)  # {commit, dirty}; empty if the source was no git checkout
-    image: str | None = None  # digest, where there is an image
+    image: str | None = None  # as compose.yaml names it, where there is one: drafthouse:<digest>
+    user: str | None = None  # uid:gid of the run's processes; None: whoever starts it
+    devices: list | None = None  # indices of its GPUs, as texts; None: it was not told, and sees all
     environment: dict = field(default_factory=dict)  # variables that launch adds for the trainer
     secrets: list = field(default_factory=list)  # names only
     secrets_file: str | None = None  # KEY=value lines (0400), read by launch and by nobody else
