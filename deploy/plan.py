@@ -62,6 +62,7 @@ class Plan:
     install: tuple[str, ...] = ()
     secrets: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> where from
     grace_seconds: float = 0.0
+    rollback: str | None = None  # the release that is started again if the new run dies before its first step
     warnings: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()  # what it was made for; see `seen`
 
@@ -120,6 +121,8 @@ def _text(plan: Plan) -> list[str]:
         rows += [("init", plan.init)]
         rows += _stop_rows(plan)
         rows += [("start", f"the next run of {plan.name}: {plan.resume}")]
+        if plan.rollback:
+            rows += [("rollback", f"to release {plan.rollback}, should the new run die before its first step")]
     rows += [("note", warning) for warning in plan.warnings]
     width = max(len(label) for label, _ in rows)
     return [
