@@ -5,10 +5,12 @@
 # BASE_IMAGE       a Debian with Python 3.11 or later, or a bare Debian (Python then comes by apt)
 # VARIANT          cpu, or gpu: adds the compiler and Python's headers, which Triton needs at run time
 # TORCH_INDEX_URL  the package index for PyTorch, if not the one that pip is set to
+# PACKAGES         an image with everything but our own code, to be used instead of building it
 #
 # A private index needs a password. Hand it in as a secret, which no layer keeps:
 #   docker build --secret id=pip,src=$HOME/.config/pip/pip.conf .
 ARG BASE_IMAGE=python:3.11-slim-bookworm
+ARG PACKAGES=packages
 
 FROM ${BASE_IMAGE} AS base
 ARG VARIANT=cpu
@@ -39,7 +41,7 @@ FROM base AS requirements
 COPY pyproject.toml /tmp/
 RUN python3 -c 'import tomllib; print(*tomllib.load(open("/tmp/pyproject.toml", "rb"))["project"]["optional-dependencies"]["trainer"], sep="\n")' >/tmp/requirements.txt
 
-FROM base AS packages
+FROM base AS venv
 ARG TORCH_INDEX_URL=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python3 -m venv /opt/venv
@@ -52,13 +54,16 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     if [ -n "$TORCH_INDEX_URL" ]; then pip --index-url "$TORCH_INDEX_URL" torch; fi; \
     pip -r /tmp/requirements.txt
 
-FROM base
-COPY --from=packages /opt/venv /opt/venv
+FROM base AS packages
+COPY --from=venv /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PYTHONPATH=/opt/drafthouse \
     PYTHONUNBUFFERED=1 \
     HF_HUB_OFFLINE=1
-# The only layers that a change of our own code builds again. Compiled here, since the root is read-only later.
+
+# All that a change of our own code builds again, and all that needs no network: a deploy does this on the host,
+# on packages that were built or shipped there before. Compiled here, since the root is read-only later.
+FROM ${PACKAGES}
 COPY runs /opt/drafthouse/runs
 COPY trainer /opt/drafthouse/trainer
 RUN python -m compileall -q /opt/drafthouse/trainer

@@ -1,0 +1,168 @@
+"""The trainer's image: what goes into it, and how it gets to a host without a registry.
+
+An image is two, one on the other. The *packages* (Debian, Python, tini, PyTorch: gigabytes, changed once a
+month) are built on the host, or built here and shipped. Our own *code* (kilobytes, changed ten times an hour) is
+put on top of them by the host's engine, with nothing but files that we send: no network, no package index.
+So after a change of the code only the code travels, whoever built the packages.
+
+Both are named by a digest of everything that goes in. A tag appears when its image is whole, never before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import posixpath
+import tarfile
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from deploy.errors import DeployError
+from deploy.host import Host
+
+REPOSITORY = "drafthouse"
+Action = Literal["there", "build", "ship"]
+Build = Literal["host", "local"]
+Report = Callable[[str], None]
+
+# What .dockerignore lets into the build; tests/unit/test_image.py holds the two together.
+FILES = ("Dockerfile", "pyproject.toml", "constraints.txt")
+CODE = ("runs", "trainer")
+# The last stage of the Dockerfile: from here on it is our own code.
+CODE_STAGE = "FROM ${PACKAGES}"
+
+
+class Settings(Protocol):
+    """What `describe` needs of the run's `image:`."""
+
+    @property
+    def base(self) -> str | None: ...
+    @property
+    def torch_index_url(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image as it will be: named by all that goes into it."""
+
+    reference: str  # drafthouse:<first 12 digits of digest>
+    digest: str  # SHA-256 of everything that goes in, packages too
+    packages: str  # drafthouse:packages-<12 digits>: the same without our own code
+    files: Mapping[str, bytes] = field(repr=False)  # the build's context
+    arguments: Mapping[str, str]  # the build's arguments
+
+
+def describe(root: Path, settings: Settings, variant: str) -> Image:
+    """The image that the checkout `root` makes with the run's `image:` settings. Reads files, changes nothing.
+
+    `variant` is ``cpu`` or ``gpu``. Raises DeployError if a file that goes in cannot be read.
+    """
+    files = _context(root)
+    arguments = {"VARIANT": variant}
+    if settings.base:
+        arguments["BASE_IMAGE"] = settings.base
+    if settings.torch_index_url:
+        arguments["TORCH_INDEX_URL"] = settings.torch_index_url
+    packages = _digest(_packages_inputs(files), arguments)
+    whole = _digest({**files, "packages": packages.encode()}, arguments)
+    return Image(
+        reference=f"{REPOSITORY}:{whole[:12]}",
+        digest=whole,
+        packages=f"{REPOSITORY}:packages-{packages[:12]}",
+        files=files,
+        arguments=arguments,
+    )
+
+
+def plan(facts: Mapping[str, Any], image: Image, build: Build) -> Action:
+    """What has to be done before a container of `image` can start: nothing, a build there, or a ship. Pure."""
+    if _is_there(facts, image.reference):
+        return "there"
+    return "ship" if build == "local" else "build"
+
+
+def words(facts: Mapping[str, Any], image: Image, action: Action, host: str) -> str:
+    """The plan's words for `action`: what will be built where, and what travels. Pure."""
+    if action == "there":
+        return "there"
+    if _is_there(facts, image.packages):
+        return f"build on {host} (code only, its packages are there)"
+    if action == "ship":
+        return f"build here and ship to {host}"
+    return f"build on {host} (with its packages: minutes)"
+
+
+def _is_there(facts: Mapping[str, Any], reference: str) -> bool:
+    return any(reference in (found.get("tags") or ()) for found in facts.get("images") or ())
+
+
+def make(host: Host, state: str, image: Image, action: Action, report: Report) -> None:
+    """Carry out what `plan` decided. `state` is the host's state root. Raises DeployError; see docs/image.md."""
+    if action == "build":
+        build_on_host(host, state, image, report)
+    elif action == "ship":
+        ship(host, state, image, report)
+
+
+def build_on_host(host: Host, state: str, image: Image, report: Report) -> None:
+    """Build `image` with the host's engine, packages too unless they are there. Raises DeployError."""
+    raise NotImplementedError
+
+
+def ship(host: Host, state: str, image: Image, report: Report) -> None:
+    """Bring the packages of `image` from this machine's engine, then its code. Raises DeployError.
+
+    What an interrupted ship has brought is used by the next one; nothing half ever has a tag.
+    """
+    raise NotImplementedError
+
+
+# -- what goes in ------------------------------------------------------------------------------------------
+
+
+def _context(root: Path) -> dict[str, bytes]:
+    """Name -> content of every file that the Dockerfile can copy."""
+    found = {}
+    try:
+        for name in FILES:
+            found[name] = (root / name).read_bytes()
+        for directory in CODE:
+            for path in sorted((root / directory).rglob("*")):
+                if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc":
+                    found[path.relative_to(root).as_posix()] = path.read_bytes()
+    except OSError as error:
+        raise DeployError(
+            f"{error.filename} cannot be read ({error.strerror}), and it goes into the image; "
+            "run fab in a whole checkout"
+        ) from None
+    return found
+
+
+def _packages_inputs(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """What the packages depend on: not the code, and not each line of pyproject.toml."""
+    stages, code, _ = files["Dockerfile"].decode().partition(CODE_STAGE)
+    if not code:
+        raise DeployError(f"Dockerfile has no stage '{CODE_STAGE}', on which a deploy puts the code; restore it")
+    try:
+        wanted = tomllib.loads(files["pyproject.toml"].decode())["project"]["optional-dependencies"]["trainer"]
+    except (tomllib.TOMLDecodeError, KeyError) as error:
+        raise DeployError(
+            f"pyproject.toml has no project.optional-dependencies.trainer to install ({error}); restore it"
+        ) from None
+    return {
+        "Dockerfile": stages.encode(),
+        "requirements": "\n".join(wanted).encode(),
+        "constraints.txt": files["constraints.txt"],
+    }
+
+
+def _digest(files: Mapping[str, bytes], arguments: Mapping[str, str]) -> str:
+    total = hashlib.sha256()
+    for name, data in sorted({**files, "arguments": json.dumps(arguments, sort_keys=True).encode()}.items()):
+        total.update(f"{name}\0{len(data)}\0".encode())
+        total.update(data)
+    return total.hexdigest()
