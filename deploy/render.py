@@ -11,6 +11,7 @@ filter        the value as
 ``envfile``   a value in an env file, as Compose v2 reads it (``KEY={{ value | envfile }}``)
 ``yaml``      a YAML scalar, or a list or mapping on one line
 ``compose``   the same in a Compose file, where ``$`` starts a variable unless it is doubled
+``systemd``   one word of a command in a unit of systemd
 ``comment``   the rest of a comment's line
 ============  ==================================================================================
 """
@@ -71,6 +72,24 @@ def compose(value: object) -> str:
     return yaml(value).replace("$", "$$")
 
 
+_BARE = re.compile(r"[A-Za-z0-9/_.,:=@+-]+")
+
+
+def systemd(value: object) -> str:
+    """`value` as one word of ExecStart= (systemd.service(5), COMMAND LINES).
+
+    ``%`` starts a specifier and ``$`` a variable, also within quotes, unless they are doubled. Raises
+    ValueError for a NUL byte or a newline.
+    """
+    text = str(value)
+    if "\0" in text or "\n" in text:
+        raise ValueError(f"{text!r} has a zero byte or a newline, which no unit can hold; remove it")
+    text = text.replace("%", "%%").replace("$", "$$")
+    if _BARE.fullmatch(text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
 def comment(value: object) -> str:
     """The first line of `value`: what follows a newline would be no comment any more."""
     return next(iter(str(value).splitlines()), "")
@@ -84,7 +103,9 @@ _environment = jinja2.Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-_environment.filters.update(shell=shell, envfile=envfile, yaml=yaml, compose=compose, comment=comment)
+_environment.filters.update(
+    shell=shell, envfile=envfile, yaml=yaml, compose=compose, systemd=systemd, comment=comment
+)
 
 
 def render(template: str, **values: Any) -> str:

@@ -1,0 +1,563 @@
+"""Starts a name's next run after the machine or its engine has restarted, if there is one to go on with.
+
+Runs ON the host, from a unit of systemd or cron, when nobody is there: `deploy.bootunit` installs it, a file
+beside each run (`FILE`, made by `template`) says what to do, and what it prints goes to the journal. Standard
+library only, Python >= 3.9.
+
+    python3 <state>/tools/boot STATE NAME             stage the weights, start the next run
+    python3 <state>/tools/boot STATE NAME --shutdown  save a checkpoint and stop, before the machine goes down
+
+The exit code is 0 if the next run was started or there is none to start, and 1, with one sentence on stderr,
+if something is missing; then nothing was changed, and the next boot tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# The switch is started as a program of its own, and comes to the host with this one.
+from deploy import files, switch_job, weights_store  # noqa: F401
+from deploy.errors import DeployError
+from trainer import status
+
+FILE = "boot.json"
+SCHEMA = 1
+CHECKPOINT_TIMEOUT = 300.0  # seconds, where no run's file says otherwise
+LOCK_PATIENCE = 3600.0  # seconds; a deploy that is under way may be copying weights
+ENGINE_PATIENCE = 180.0  # seconds; cron and a user's systemd start us before the engine is up
+ENGINE_TIMEOUT = 10.0
+PAUSE = 0.1  # seconds between two looks
+FLAGS = ("-I", "-B", "-X", "utf8")  # as in deploy.host
+SIGNALS = ("SIGTERM", "SIGINT")  # what stopped a run that nobody asked to stop: a machine that goes down
+SHUTDOWN = "shutdown@"
+
+
+# -- what a deploy leaves for us ---------------------------------------------------------------------------
+
+
+def template(
+    run: status.Run,
+    spec: Mapping[str, Any],
+    weights: Mapping[str, Any] | None,
+    checkpoint_timeout_seconds: float = CHECKPOINT_TIMEOUT,
+) -> dict[str, Any]:
+    """What boot.json holds for `run`, pure: all that starting it once more, as another run, takes.
+
+    `run` is run.json as it was written, `spec` the specification of its switch, `weights` ``{"source",
+    "path", "digest"}``: the directory on the host that is copied to `path` in shared memory (None: nothing
+    is), and `checkpoint_timeout_seconds` what a checkpoint may take before the machine goes down.
+    """
+    kept = {
+        key: value for key, value in spec.items() if key not in ("rollback", "record", "by", "old_run_path")
+    }
+    return {
+        "schema": SCHEMA,
+        "run": dataclasses.asdict(run),
+        "spec": copy.deepcopy(kept),
+        "weights": dict(weights) if weights else None,
+        "checkpoint_timeout_seconds": checkpoint_timeout_seconds,
+    }
+
+
+def instance(found: Mapping[str, Any], run_path: str, by: str, now: float) -> dict[str, Any]:
+    """The same for the run in `run_path`, which is to be started next; pure.
+
+    What names the old run's directory, its id or its secrets file, names the new one's.
+    """
+    new = copy.deepcopy(dict(found))
+    run, spec = new["run"], new["spec"]
+    old_id, new_id = run["run_id"], os.path.basename(run_path)
+    moved = {str(spec["run_path"]): run_path}
+    if run.get("secrets_file"):
+        moved[run["secrets_file"]] = os.path.join(os.path.dirname(run["secrets_file"]), f"secrets-{new_id}")
+        run["secrets_file"] = moved[run["secrets_file"]]
+
+    def put(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: put(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [put(item) for item in value]
+        if isinstance(value, str):
+            for old, path in moved.items():
+                if value == old or value.startswith(old + "/"):
+                    return path + value[len(old) :]
+            return new_id if value == old_id else value
+        return value
+
+    spec["start"] = put(spec["start"])
+    spec.update(run_path=run_path, by=by)
+    run.update(run_id=new_id, created=now, who=by, origin=by.partition("@")[2])
+    return new
+
+
+# -- deciding ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`run` goes on as the next run; None: nothing is started. `reason` says why, for people."""
+
+    run: status.RunDir | None
+    reason: str
+
+
+def decide(runs: Sequence[status.RunDir]) -> Decision:
+    """What to do about a name, from its runs, oldest first. Raises ValueError if a file is not ours.
+
+    A run that was asked to stop, finished, or failed in spite of its attempts is left as it is. One that
+    the machine took with it, one that only a signal stopped, and one that could not be started, go on.
+    """
+    for run in runs:
+        if run.alive():
+            return Decision(None, f"run {run.path.name} is in progress")
+    for run in reversed(runs):
+        name, exit = run.path.name, run.exit()
+        if exit is None and run.launch() is None:
+            why = never_started(run)
+            if why:
+                return Decision(run, f"run {name} {why}")
+            continue  # the one before it was left running, or none was touched
+        if exit is None:
+            return Decision(run, f"run {name} was in progress when the machine or its engine went down")
+        if exit.reason == "stopped" and not asked_by_a_person(exit):
+            return Decision(run, f"run {name} was stopped by {exit.asked_by or 'a signal'}, not by a person")
+        if exit.reason == "stopped":
+            return Decision(None, f"run {name} was stopped by {exit.asked_by}: fab start starts it again")
+        if exit.reason == "finished":
+            return Decision(None, f"run {name} has finished")
+        return Decision(
+            None, f"run {name} {exit.message or f'failed with exit code {exit.code}'}: see fab tail"
+        )
+    return Decision(None, "there is no run that was ever started")
+
+
+def asked_by_a_person(exit: status.Exit) -> bool:
+    asked = exit.asked_by or SIGNALS[0]
+    return asked not in SIGNALS and not asked.startswith(SHUTDOWN)
+
+
+def never_started(run: status.RunDir) -> str:
+    """Why a run without launch counts as one to start; empty if it does not."""
+    record = status.read_json(run.path / "switch.json")
+    if not isinstance(record, dict):
+        return ""  # its deploy did not come to the switch
+    steps = [step for step in record.get("steps") or [] if isinstance(step, dict)]
+    if record.get("outcome") == "running":
+        return "was about to start when the machine went down"
+    stopped = any(step.get("name") == "stop" and step.get("outcome") in ("ok", "skipped") for step in steps)
+    return f"could not be started ({record.get('reason')})" if stopped else ""
+
+
+# -- acting ------------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def boot(state: Path, name: str) -> tuple[str, str, str | None]:
+    """Start the next run if there is one to start: (outcome, reason, run id). Raises DeployError, OSError."""
+    home = state / "names" / name
+    if not home.is_dir():
+        return "nothing", f"{state} knows no experiment {name}", None
+    with locked(home):
+        decision = decide(status.list_runs(state / "runs", name))
+        old = decision.run
+        if old is None:
+            return "nothing", decision.reason, None
+        say(f"{decision.reason}; the next run of {name} is started")
+        found = read_template(old)
+        check(found, state, name)
+        if found["weights"]:
+            stage(found["weights"])
+        start = found["spec"]["start"]
+        if start.get("container"):
+            wait_for_engine(start)
+        run = new_run(state, name, found)
+        try:
+            job, record = switch(run, old)
+        except DeployError:
+            discard(run)
+            raise
+    outcome, reason = follow(job, record)
+    if outcome != "done" and not run.alive():
+        raise DeployError(f"run {run.path.name} was not started: {reason}")
+    return (
+        "started",
+        f"run {run.path.name} goes on with {name}" + (f" ({reason})" if reason else ""),
+        run.path.name,
+    )
+
+
+@contextlib.contextmanager
+def locked(home: Path) -> Iterator[None]:
+    """Hold the name's deploy lock, with no switch under way: another boot, or a deploy, is waited for."""
+    lock = os.open(home / "deploy.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        wait_for(lambda: files.take(lock), lambda: files.words(lock))
+        words = {"by": whoami("boot@"), "what": "boot", "since": time.time()}
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps(words).encode(), 0)
+        wait_for(lambda: switch_words(home) is None, lambda: switch_words(home) or {})
+        yield
+        os.ftruncate(lock, 0)
+    finally:
+        os.close(lock)
+
+
+def wait_for(ready: Any, holder: Any) -> None:
+    began, told = time.monotonic(), False
+    while not ready():
+        if time.monotonic() - began > LOCK_PATIENCE:
+            other = holder()
+            raise DeployError(
+                f"a {other.get('what', 'deploy')} by {other.get('by', 'somebody')} has been under way for "
+                f"{LOCK_PATIENCE / 60:g} min: nothing was started, look at fab status"
+            )
+        if time.monotonic() - began > 1 and not told:
+            other = holder()
+            say(f"a {other.get('what', 'deploy')} by {other.get('by', 'somebody')} is under way; waiting")
+            told = True
+        time.sleep(PAUSE)
+
+
+def switch_words(home: Path) -> dict[str, Any] | None:
+    """Who has a switch of the name under way; None if nobody has."""
+    try:
+        lock = os.open(home / "switch.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError:
+        return files.words(lock)
+    finally:
+        os.close(lock)
+
+
+def read_template(run: status.RunDir) -> dict[str, Any]:
+    """boot.json of a run. Raises DeployError if there is none, or it is of no use."""
+    path = run.path / FILE
+    try:
+        value = status.read_json(path)
+    except ValueError as error:
+        raise DeployError(f"{error}; fab deploy starts {run.path.name} again") from None
+    if value is None:
+        raise DeployError(f"there is no {path}, so nothing says how it was started: start it with fab deploy")
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        raise DeployError(f"{path} was written by another version of Drafthouse: start it with fab deploy")
+    try:
+        status.parse(status.Run, value["run"], path)
+        whole = {"weights": value["weights"], **value}
+        wanted = ("state_root", "name", "run_path", "release_id", "start", "first_heartbeat_timeout_seconds")
+        if any(key not in value["spec"] for key in wanted) or not value["spec"]["start"]["argv"]:
+            raise KeyError
+    except (KeyError, TypeError, ValueError):
+        raise DeployError(f"{path} is damaged: start {run.path.name} again with fab deploy") from None
+    return whole
+
+
+def check(found: Mapping[str, Any], state: Path, name: str) -> None:
+    """What the start needs and cannot be made here. Raises DeployError."""
+    release = found["spec"]["release_id"]
+    if not (state / "names" / name / "releases" / str(release)).is_dir():
+        raise DeployError(f"release {release} of {name} is gone from {state}: start it with fab deploy")
+    secrets = found["run"].get("secrets_file")
+    if secrets and not os.path.isfile(secrets):
+        raise DeployError(f"the secrets of {name} in {secrets} are gone: fab deploy brings them again")
+
+
+def stage(weights: Mapping[str, Any]) -> None:
+    """Copy the weights into shared memory, which a restart empties. Raises DeployError."""
+    source, path = str(weights["source"]), str(weights["path"])
+    if not os.path.isdir(source) and not weights_store.whole(Path(path)):
+        raise DeployError(
+            f"weights {source} lay in shared memory only, which the restart has emptied: put them there "
+            "again, or name a directory on a disk in the run's file, then fab deploy"
+            if source == path
+            else f"weights {source} are not there any more, so that {path} cannot be made: put them back "
+            "(or mount their disk), then fab start"
+        )
+    done = weights_store.stage(source, path, str(weights["digest"]), say)
+    say(f"weights {path}: {done}")
+
+
+def wait_for_engine(start: Mapping[str, Any]) -> None:
+    """Until the container engine answers. Raises DeployError if it does not."""
+    client, deadline, told = start["argv"][0], time.monotonic() + ENGINE_PATIENCE, False
+    while True:
+        try:
+            done = subprocess.run(
+                [client, "version", "--format", "{{.Server.Version}}"],
+                env=start["environment"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=ENGINE_TIMEOUT,
+            )
+            if done.returncode == 0:
+                return
+            why = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no answer"])[-1]
+        except subprocess.TimeoutExpired:
+            why = f"no answer within {ENGINE_TIMEOUT:g} s"
+        except OSError as error:
+            why = f"{client} cannot be started: {error.strerror}"
+        if time.monotonic() > deadline:
+            raise DeployError(
+                f"the container engine did not come up within {ENGINE_PATIENCE:g} s ({why}): start it, "
+                "then run this unit again"
+            )
+        if not told:
+            say(f"waiting for the container engine ({why})")
+            told = True
+        time.sleep(PAUSE * 5)
+
+
+def new_run(state: Path, name: str, found: Mapping[str, Any]) -> status.RunDir:
+    """The directory of the next run, with run.json, boot.json and its own copy of the secrets."""
+    run = status.allocate_run(state / "runs", name)
+    try:
+        new = instance(found, str(run.path), whoami("boot@"), time.time())
+        made = status.parse(status.Run, new["run"], run.path / "run.json")
+        if made.secrets_file:
+            copy_secrets(found["run"]["secrets_file"], made.secrets_file)
+        status.write_json(run.path / FILE, new, mode=0o600, durable=True)
+        run.write_run(made)
+        user = new["spec"]["start"].get("user")
+        if user and os.geteuid() == 0:
+            os.chown(run.path, *user)
+    except BaseException:
+        discard(run)
+        raise
+    return run
+
+
+def copy_secrets(source: str, target: str) -> None:
+    """With mode 0400 and the same owner, whole or not at all."""
+    temporary = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.getpid()}")
+    with open(source, "rb") as reading:
+        data, owner = reading.read(), os.fstat(reading.fileno())
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
+        with open(descriptor, "wb") as writing:
+            writing.write(data)
+            os.fchmod(writing.fileno(), 0o400)
+            if os.geteuid() == 0:
+                os.fchown(writing.fileno(), owner.st_uid, owner.st_gid)
+            writing.flush()
+            os.fsync(writing.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def discard(run: status.RunDir) -> None:
+    """Take away a run that was never started."""
+    with contextlib.suppress(OSError, ValueError):
+        made = run.run()
+        name = status.split_run_id(run.path.name)[1]
+        secrets = run.path.parent.parent / "names" / name / f"secrets-{run.path.name}"
+        if made is None or made.secrets_file == str(secrets):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(secrets)
+    shutil.rmtree(run.path, ignore_errors=True)
+
+
+# -- the switch ----------------------------------------------------------------------------------------------
+
+
+def switch(run: status.RunDir, old: status.RunDir) -> tuple[subprocess.Popen[bytes], str]:
+    """Start the switch to `run`; what `old` may have left behind is cleared away first.
+
+    Returns its process and the path of its record. Raises DeployError if it is refused.
+    """
+    value = status.read_json(run.path / FILE)
+    assert isinstance(value, dict)
+    record = str(run.path / "switch.json")
+    spec = {
+        "grace_seconds": value["run"].get("grace_seconds", 0),
+        **value["spec"],
+        "old_run_path": str(old.path),
+        "checkpoint_timeout_seconds": 0,
+        "record": record,
+    }
+    return begin(spec, str(run.path / "switch-spec.json")), record
+
+
+def begin(spec: Mapping[str, Any], path: str) -> subprocess.Popen[bytes]:
+    """The switch of `spec` as a process of ours, once it is accepted. Raises DeployError if it is not."""
+    status.write_json(path, spec, mode=0o600)
+    place = str(Path(__file__).resolve().parent.parent)
+    program = f"import sys; sys.path.insert(0, {place!r}); from deploy.switch_job import main; main()"
+    job = subprocess.Popen(
+        [sys.executable, *FLAGS, "-c", program, path, "--attached"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    )
+    assert job.stdout
+    answer = b""
+    while not answered(answer):
+        block = os.read(job.stdout.fileno(), 65536)
+        if not block:
+            break
+        answer += block
+    reply = answered(answer)
+    if not reply:
+        raise DeployError(f"the switch did not begin (exit code {job.wait()}): look at fab status")
+    if not reply.get("accepted"):
+        job.wait()
+        raise DeployError(f"{reply.get('message')}: look at fab status")
+    return job
+
+
+def answered(data: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def follow(job: subprocess.Popen[bytes], record: str) -> tuple[str, str]:
+    """Say each step of a switch when it has ended, until it is over: (outcome, reason)."""
+    told = 0
+    value: dict[str, Any] = {}
+    while True:
+        ended = job.poll() is not None
+        with contextlib.suppress(OSError, ValueError):
+            found = status.read_json(record)
+            value = found if isinstance(found, dict) else value
+        for step in value.get("steps", [])[told:]:
+            if step["outcome"] == "running":
+                break
+            say(f"{step['name']}: {step['outcome']}" + (f", {step['detail']}" if step["detail"] else ""))
+            told += 1
+        if ended:
+            for line in value.get("last_lines") or []:
+                say(f"  {line}")
+            outcome = value.get("outcome")
+            if outcome in ("done", "failed"):
+                return str(outcome), str(value.get("reason") or "")
+            return "failed", "the switch was killed"
+        time.sleep(PAUSE)
+
+
+# -- before the machine goes down --------------------------------------------------------------------------
+
+
+def shut_down(state: Path, name: str) -> tuple[str, str, str | None]:
+    """Save a checkpoint and stop the run in progress: an engine that is stopped gives it seconds only."""
+    run = next((run for run in reversed(status.list_runs(state / "runs", name)) if run.alive()), None)
+    if run is None:
+        return "nothing", f"no run of {name} is in progress", None
+    found = read_template(run)
+    start = found["spec"]["start"]
+    if start.get("container") and not going_down() and keeps_containers(start):
+        return (
+            "nothing",
+            f"run {run.path.name} goes on: only the engine restarts, and it keeps containers",
+            None,
+        )
+    grace = float(found["run"].get("grace_seconds", 60.0))
+    seconds = float(found.get("checkpoint_timeout_seconds", CHECKPOINT_TIMEOUT))
+    launch = run.launch()
+    if launch is None or not launch.stopping:
+        record = str(state / "names" / name / "stop.json")
+        spec = {
+            "state_root": str(state),
+            "name": name,
+            "run_path": None,
+            "release_id": None,
+            "old_run_path": str(run.path),
+            "grace_seconds": grace,
+            "checkpoint_timeout_seconds": seconds,
+            "by": whoami(SHUTDOWN),
+            "start": None,
+            "record": record,
+        }
+        path = str(state / "names" / name / "stop-spec.json")
+        outcome, reason = follow(begin(spec, path), record)
+        if outcome != "done" and run.alive():  # it could not save: what it has saved before must do
+            say(f"{reason}; stopping it all the same")
+            outcome, reason = follow(begin({**spec, "checkpoint_timeout_seconds": 0}, path), record)
+        if outcome != "done":
+            raise DeployError(reason)
+    else:  # the same signal reached it that told us
+        deadline = time.monotonic() + grace
+        while run.alive() and time.monotonic() < deadline:
+            time.sleep(PAUSE)
+    return (
+        "stopped",
+        f"run {run.path.name} was stopped before the machine or its engine goes down",
+        run.path.name,
+    )
+
+
+def going_down() -> bool:
+    """Whether the whole machine stops, not only our unit or the engine."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        argv = ["systemctl", "is-system-running"]
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ENGINE_TIMEOUT)
+        return done.stdout.strip() == b"stopping"
+    return False
+
+
+def keeps_containers(start: Mapping[str, Any]) -> bool:
+    """Whether containers outlive a restart of their engine (live-restore)."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [start["argv"][0], "info", "--format", "{{.LiveRestoreEnabled}}"],
+            env=start["environment"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ENGINE_TIMEOUT,
+        )
+        return done.stdout.strip() == b"true"
+    return False
+
+
+# -- the program -------------------------------------------------------------------------------------------
+
+
+def whoami(prefix: str) -> str:
+    return prefix + socket.gethostname()
+
+
+def note(state: Path, name: str, outcome: str, reason: str, run_id: str | None) -> None:
+    """Leave a word for `fab status`: nobody reads a journal who does not know that there is a reason to."""
+    value = {"time": time.time(), "outcome": outcome, "reason": reason, "run_id": run_id, "schema": SCHEMA}
+    with contextlib.suppress(OSError):
+        status.write_json(state / "names" / name / "booted.json", value)
+
+
+def main() -> None:
+    if len(sys.argv) not in (3, 4) or sys.argv[3:] not in ([], ["--shutdown"]):
+        sys.exit("usage: python3 <state>/tools/boot STATE NAME [--shutdown]")
+    state, name = Path(sys.argv[1]), sys.argv[2]
+    act = shut_down if sys.argv[3:] else boot
+    try:
+        outcome, reason, run_id = act(state, name)
+    except (DeployError, OSError, ValueError) as error:
+        words = str(error)
+        if isinstance(error, OSError):
+            words = f"{error.filename or state}: {error.strerror or error}; nothing was started"
+        note(state, name, "failed", words, None)
+        sys.exit(f"drafthouse boot: {words}")
+    note(state, name, outcome, reason, run_id)
+    say(reason if outcome != "nothing" else f"nothing to do: {reason}")

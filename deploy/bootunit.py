@@ -1,0 +1,89 @@
+"""What starts a name's next run after a reboot: a unit of systemd, or a line in a crontab.
+
+Pure but for `install` and `remove`, which ask `deploy.unitfile` on the host. It starts `deploy.boot` there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from deploy import onhost, render
+from deploy.errors import DeployError
+from deploy.host import SCRIPT_FLAGS, Host
+from deploy.release import Layout
+
+MODULES = ("deploy.boot",)
+STOP_MARGIN = 30.0  # seconds: launch's own work after the grace, and ours
+TIMEOUT = 60.0  # seconds; systemd reads all of its units again
+
+
+def unit_name(name: str) -> str:
+    return f"drafthouse-{name}.service"
+
+
+def tool(layout: Layout) -> str:
+    """Where the newest deploy's boot program is, whatever its version."""
+    return f"{layout.state}/tools/boot"
+
+
+def text(layout: Layout, name: str, facts: Mapping[str, Any], runtime: str, stop_seconds: float) -> str:
+    """The unit for a release, pure. `facts` is the probe's JSON.
+
+    `stop_seconds` is what saving and stopping may take before the machine goes down: the checkpoint's
+    timeout and the grace.
+    """
+    return render.render(
+        "drafthouse.service.j2",
+        name=name,
+        state=layout.state,
+        program=[str(facts.get("python_path") or "/usr/bin/python3"), *SCRIPT_FLAGS, tool(layout)],
+        user=bool(facts.get("uid")),
+        engine=runtime == "compose",
+        stop_seconds=math.ceil(stop_seconds + STOP_MARGIN),
+    )
+
+
+def keeper(facts: Mapping[str, Any]) -> str:
+    """Who starts it after a reboot: system | user (a user's systemd) | cron | nobody. Pure."""
+    if facts.get("systemd"):
+        return "user" if facts.get("uid") else "system"
+    programs = facts.get("programs")
+    return "nobody" if isinstance(programs, Mapping) and not programs.get("crontab") else "cron"
+
+
+def describe(facts: Mapping[str, Any], name: str, runtime: str) -> str:
+    """The plan's words for what a reboot will do. Pure."""
+    again = "unless the last run finished, failed or was stopped by a person"
+    engine = "or a restart of the engine " if runtime == "compose" else ""
+    what = f"the next run starts {{}} after a reboot {engine}{again}".replace("  ", " ")
+    return {
+        "system": what.format(f"by {unit_name(name)}"),
+        "user": what.format(
+            f"by {unit_name(name)} of your own systemd (with lingering, so also before a login)"
+        ),
+        "cron": what.format("by an @reboot line in your crontab"),
+        "nobody": "nothing starts after a reboot, since there is neither systemd nor cron: fab start does",
+    }[keeper(facts)]
+
+
+def install(host: Host, layout: Layout, name: str, unit: str) -> str:
+    """Let the next run of `name` start after a reboot; the sentence to report.
+
+    `unit` is the text of its unit, as the release has it. A failure is only told: the run goes on without.
+    """
+    try:
+        program = onhost.install(host, layout.state, MODULES)
+        done: str = onhost.ask(
+            host, "deploy.unitfile:install", layout.state, name, unit, program, timeout=TIMEOUT
+        )
+        return done
+    except DeployError as error:
+        return f"nothing starts {name} after a reboot: {error}"
+
+
+def remove(host: Host, layout: Layout, name: str) -> str:
+    """Take it away again, with the name; the sentence to report. Raises DeployError."""
+    done: str = onhost.ask(host, "deploy.unitfile:remove", layout.state, name, timeout=TIMEOUT)
+    return done
