@@ -5,19 +5,28 @@ Runs ON the host as a part of the probe. Standard library only, Python >= 3.9.
 
 from __future__ import annotations
 
-import json
+import errno
+import glob
+import grp
 import os
 import pwd
 import re
 import shutil
-import socket
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
-ENGINE_TIMEOUT = 2.0  # seconds; an engine that is up answers in milliseconds
-HANGS = f"does not answer within {ENGINE_TIMEOUT:g} s"
-ENGINE_SOCKET = "/var/run/docker.sock"
+from deploy import engine, gpus
+
+REPOSITORY = "drafthouse"  # images of other names are not ours to look at
+PROGRAMS = ("docker", "tini", "rsync", "skopeo", "apt-get", "systemctl", "systemd-run", "loginctl", "crontab")
+PLUGINS = (  # where the client looks for buildx, besides the user's own settings
+    "/usr/local/lib/docker/cli-plugins",
+    "/usr/local/libexec/docker/cli-plugins",
+    "/usr/lib/docker/cli-plugins",
+    "/usr/libexec/docker/cli-plugins",
+)
 PROGRAM_PATHS = ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # SSH logins lack some
 
 
@@ -94,61 +103,212 @@ def tree_bytes(path: Path) -> int:
     return total
 
 
-# -- the container engine ----------------------------------------------------------------------------------
+# -- the system --------------------------------------------------------------------------------------------
 
 
-def engine() -> dict[str, Any]:
-    """Ask the engine itself: an installed client proves nothing."""
-    client = program("docker")
-    version, error = ask_socket()
-    compose = None
-    if client and version is None and HANGS not in (error or ""):
-        # Another context, or a DOCKER_HOST that is no socket: only the client knows where to ask.
-        version, other = ask(client, "version", "--format", "{{.Server.Version}}")
-        error = other or error
-    if client and version:
-        compose, error = ask(client, "compose", "version", "--short")
+def programs() -> dict[str, str | None]:
+    return {name: program(name) for name in PROGRAMS}
+
+
+def system() -> dict[str, str | None]:
+    """Which Linux this is: ``{"id", "version_id", "codename"}``, for the packages that it would need."""
+    values: dict[str, str] = {}
+    for path in ("/etc/os-release", "/usr/lib/os-release"):
+        try:
+            lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        values = {key: value.strip("\"'") for key, _, value in (line.partition("=") for line in lines)}
+        break
     return {
-        "client": client,
-        "answers": version is not None,
-        "version": version,
-        "compose": compose,
-        "error": error,
+        "id": values.get("ID"),
+        "version_id": values.get("VERSION_ID"),
+        "codename": values.get("VERSION_CODENAME"),
     }
 
 
-def ask_socket() -> tuple[str | None, str | None]:
-    """(the engine's version, None) or (None, why not), through the engine's socket."""
-    address = os.environ.get("DOCKER_HOST", f"unix://{ENGINE_SOCKET}")
-    if not address.startswith("unix://"):
-        return None, f"DOCKER_HOST is {address}"
-    path = address[len("unix://") :]
+def groups() -> list[str]:
+    """The names of the groups that this process is in, which may be fewer than its user's."""
+    found = []
+    for number in sorted({os.getgid(), *os.getgroups()}):
+        try:
+            found.append(grp.getgrgid(number).gr_name)
+        except KeyError:
+            found.append(str(number))
+    return found
+
+
+def unattended_upgrades() -> bool:
+    """Whether packages, and with them engine and driver, are upgraded at night."""
+    value = None
+    for path in sorted(glob.glob("/etc/apt/apt.conf.d/*")):
+        try:
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        for found in re.finditer(r'^\s*APT::Periodic::Unattended-Upgrade\s+"([^"]*)"', text, re.MULTILINE):
+            value = found[1]  # the last one counts, as for apt
+    return value not in (None, "", "0") and program("unattended-upgrade") is not None
+
+
+# -- the devices -------------------------------------------------------------------------------------------
+
+
+def nvidia() -> dict[str, Any]:
+    """The probe's "gpus": devices with who holds them, driver, library, toolkit."""
+    devices = gpus.devices()
+    held = gpus.holders(device["path"] for device in devices)
+    toolkit = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-container-cli")
+    return {
+        "devices": [{**device, "holders": held.get(device["path"], [])} for device in devices],
+        "control": gpus.control(),
+        "driver": gpus.driver(),
+        "library": gpus.library(),
+        "toolkit": any(program(name) for name in toolkit),
+        "nvidia_smi": program("nvidia-smi"),
+    }
+
+
+# -- the container engine ----------------------------------------------------------------------------------
+
+
+def engine_facts() -> dict[str, Any]:
+    """``{"engine": {...}, "images": [...], "containers": {id: state}}``, see `deploy.probe`.
+
+    The engine itself is asked: an installed client proves nothing.
+    """
+    client = program("docker")
+    compose: list[Any] = [None, None]
+
+    def ask_compose() -> None:  # it takes longer than all that the engine answers
+        compose[:] = ask(client or "", "compose", "version", "--short")
+
+    asking = threading.Thread(target=ask_compose, daemon=True)
+    if client:
+        asking.start()
+    found = ask_engine(client)
+    facts = found["engine"]
+    if client:
+        asking.join()
+        if facts["answers"]:
+            facts["compose"], problem = compose
+            facts["error"] = facts["error"] or problem
+    return found
+
+
+def ask_engine(client: str | None) -> dict[str, Any]:
+    """The same, but for Compose."""
+    one = engine.Engine()
+    facts: dict[str, Any] = {
+        "client": client,
+        "address": one.address,
+        "variables": engine.variables(),
+        "answers": False,
+        "permitted": None,
+        "version": None,
+        "api": None,
+        "compose": None,
+        "error": None,
+        "started": None,
+        "root": None,
+        "storage_free_bytes": None,
+        "live_restore": None,
+        "rootless": None,
+        "buildx": plugin("docker-buildx"),
+        "runtimes": [],
+        "cdi": False,
+    }
+    found: dict[str, Any] = {"engine": facts, "images": [], "containers": {}}
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(ENGINE_TIMEOUT)
-            connection.connect(path)
-            connection.sendall(b"GET /version HTTP/1.0\r\nHost: engine\r\n\r\n")
-            answer = b""
-            while len(answer) < 1 << 20:
-                chunk = connection.recv(65536)
-                if not chunk:
-                    break
-                answer += chunk
-        return str(json.loads(answer.partition(b"\r\n\r\n")[2])["Version"]), None
-    except socket.timeout:  # noqa: UP041  (TimeoutError itself only since Python 3.10)
-        return None, f"the engine at {path} {HANGS}"
-    except OSError as error:
-        return None, f"no engine at {path}: {error.strerror or error}"
-    except (ValueError, KeyError, TypeError):
-        return None, f"what answers at {path} is no Docker engine"
+        told = one.get("/version")
+        if not isinstance(told, dict) or not told.get("Version"):
+            raise engine.EngineError(f"what answers at {one.address} is no Docker engine")
+    except engine.EngineError as error:
+        facts["error"] = str(error)
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EPERM):
+            facts["permitted"] = False
+        elif client and not error.hangs:
+            # A DOCKER_HOST that is no socket: only the client knows how to ask there.
+            facts["version"], other = ask(client, "version", "--format", "{{.Server.Version}}")
+            facts["error"] = other
+            facts["answers"] = facts["version"] is not None
+            facts["permitted"] = facts["answers"] or None
+        return found
+    facts.update(answers=True, permitted=True, version=str(told["Version"]), api=told.get("ApiVersion"))
+    facts["started"] = one.started()
+    try:
+        facts.update(settings(one.get("/info")))
+        found["images"] = images(one)
+        for row in one.containers()[:64]:
+            kept = one.inspect(str(row.get("Id")))
+            found["containers"][kept["id"]] = kept
+    except engine.EngineError as error:  # one that went away meanwhile, or hangs in half of what it does
+        facts.update(error=str(error), incomplete=True)
+    return found
+
+
+def settings(info: Any) -> dict[str, Any]:
+    """What counts of the engine's own description of itself."""
+    info = info if isinstance(info, dict) else {}
+    place = info.get("DockerRootDir")
+    free = None
+    try:
+        space = os.statvfs(place) if place else None
+        free = space.f_bavail * space.f_frsize if space else None
+    except OSError:
+        pass  # (it may be another user's, or in a virtual machine)
+    runtimes = info.get("Runtimes")
+    return {
+        "root": place,
+        "storage_free_bytes": free,
+        "live_restore": info.get("LiveRestoreEnabled"),
+        "rootless": any("rootless" in str(option) for option in info.get("SecurityOptions") or []),
+        "runtimes": sorted(runtimes) if isinstance(runtimes, dict) else [],
+        "cdi": cdi(info.get("CDISpecDirs")),
+    }
+
+
+def cdi(places: Any) -> bool:
+    """Whether the engine takes devices from CDI files (it names their places), and one is NVIDIA's."""
+    for place in places if isinstance(places, list) else []:
+        for path in glob.glob(f"{gpus.root()}{place}/*"):
+            try:
+                if "nvidia.com/gpu" in Path(path).read_text(encoding="utf-8", errors="replace"):
+                    return True
+            except OSError:
+                continue
+    return False
+
+
+def images(one: engine.Engine) -> list[dict[str, Any]]:
+    """Our images: ``{"id", "tags", "bytes", "created", "labels"}``."""
+    rows = one.get("/images/json", filters={"reference": [REPOSITORY]})
+    return [
+        {
+            "id": row.get("Id"),
+            "tags": sorted(row.get("RepoTags") or []),
+            "bytes": row.get("Size"),
+            "created": row.get("Created"),
+            "labels": row.get("Labels") or {},
+        }
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict)
+    ]
+
+
+def plugin(name: str) -> bool:
+    """Whether the client has a plugin. Looked for as it does, which is quicker than asking it."""
+    own = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")
+    return any(os.access(os.path.join(place, name), os.X_OK) for place in (f"{own}/cli-plugins", *PLUGINS))
 
 
 def ask(*argv: str) -> tuple[str | None, str | None]:
     """(first line of output, None) or (None, why not)."""
     try:
-        result = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ENGINE_TIMEOUT)
+        result = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=engine.TIMEOUT)
     except subprocess.TimeoutExpired:
-        return None, f"{argv[0]} {argv[1]} {HANGS}"
+        return None, f"{argv[0]} {argv[1]} does not answer within {engine.TIMEOUT:g} s"
     except OSError as error:
         return None, f"{argv[0]}: {error.strerror}"
     line = result.stdout.decode("utf-8", "replace").strip().partition("\n")[0]

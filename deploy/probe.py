@@ -3,14 +3,27 @@
 Runs ON the host, sent over stdin by `deploy.evidence`. It only reads, it never fails on what it finds: a file
 that is half-written, foreign or forbidden is named under "problems". Standard library only, Python >= 3.9.
 
-The object: schema time hostname user uid home python python_path boot_time clock_ticks sample_seconds,
+The object: schema time hostname user uid gid groups home python python_path boot_time clock_ticks
+sample_seconds,
+os {id version_id codename}, unattended_upgrades, systemd, programs {name: path or null} (and tini, apt),
 state {root exists writable owner_uid free_bytes total_bytes}, shm {root is_tmpfs writable free_bytes
-total_bytes}, memory {total available}, environment {PYTHON*}, cpus, engine {client answers version compose
-error}, tini, apt, systemd, names {name: {current previous releases stop
-secrets [paths] changed {release: files that are not as they were deployed}}}, runs [..], switch and locks
+total_bytes}, memory {total available}, environment {PYTHON*}, cpus,
+engine {client address variables answers permitted version api compose error started root storage_free_bytes
+live_restore rootless buildx runtimes cdi}, images [{id tags bytes created labels}] (ours only),
+gpus {devices [{index path uuid holders [{pid command age daemon}]}] control driver library toolkit
+nvidia_smi},
+names {name: {current previous releases stop booted secrets [paths] changed {release: files that are not as
+they were deployed} images {release: image}}}, runs [..], switch and locks
 {name: null or who holds it}, weights [{name digest path bytes}], problems [..]. Sizes are bytes, times Unix
 seconds, `cpu_ticks` two counts `sample_seconds` apart (one, without a sample or once the process is gone), of
 which there are `clock_ticks` a second.
+
+Of a run, `boot` is {release weights} of its boot.json, empty if that may not be read, null without one.
+Of a run in a container, `container` is {id name image image_id running paused pid exit_code oom_killed error
+started finished gone unknown}: gone if the engine has it no more, unknown (why) if the engine could not be
+asked. A process's `nspid` is its pid as its own files call it. `running` is what the trainer really runs
+with, {argv environment image_id started files [{path modified}]}, from /proc (its files: what its command
+line names); null where that cannot be read.
 """
 
 from __future__ import annotations
@@ -22,6 +35,7 @@ import json
 import os
 import re
 import socket
+import stat
 import sys
 import threading
 import time
@@ -31,10 +45,15 @@ from typing import Any
 from deploy import machine, procfs
 from trainer import status
 
+MOST_WORDS = 1000
 RUNS_PER_NAME = 20
 TAIL_BYTES = 4096
 MANIFEST = "release.json"
+COMPOSE_FILE = "compose.yaml"
+IMAGE = re.compile(r"""^\s+image:\s*["']?([^"'\s]+)""", re.MULTILINE)
 SECRETS = re.compile(r"^secrets(-.*)?$")  # by name only: what is in them leaves the host nowhere
+CONTAINER = ("running", "paused", "pid", "exit_code", "oom_killed", "error", "started", "finished")
+ALWAYS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
 WEIGHTS = re.compile(r"^(?P<name>.+)@(?P<digest>[0-9a-f]{6,64})$")
 
 
@@ -48,20 +67,26 @@ class Probe:
         self.problems: list[str] = []
 
     def facts(self) -> dict[str, Any]:
-        engine: dict[str, Any] = {}
-        asking = threading.Thread(target=lambda: engine.update(machine.engine()), daemon=True)
-        asking.start()  # the engine answers while the CPUs are sampled
+        told: dict[str, Any] = {}
+        asking = threading.Thread(target=lambda: told.update(machine.engine_facts()), daemon=True)
+        asking.start()  # meanwhile we read; every question to the engine has its own timeout
         names = self.names()
         runs = self.runs()
-        self.add_processes(runs)
         self.add_changed(names, runs)
-        asking.join()  # every question to the engine has its own timeout
+        devices = machine.nvidia()
+        if any(run["container"] for run in runs):  # only then what we read depends on what it says
+            asking.join()
+        self.add_containers(runs, told)
+        self.add_processes(runs)
+        asking.join()
         return {
             "schema": 1,
             "time": time.time(),
             "hostname": socket.gethostname(),
             "user": machine.user_name(),
             "uid": os.getuid(),
+            "gid": os.getgid(),
+            "groups": machine.groups(),
             "home": os.path.expanduser("~"),
             "python": ".".join(str(part) for part in sys.version_info[:3]),
             "python_path": sys.executable,
@@ -73,7 +98,12 @@ class Probe:
             "memory": machine.memory(),
             "environment": {key: value for key, value in os.environ.items() if key.startswith("PYTHON")},
             "cpus": len(os.sched_getaffinity(0)),
-            "engine": engine,
+            "os": machine.system(),
+            "unattended_upgrades": machine.unattended_upgrades(),
+            "engine": told["engine"],
+            "images": told["images"],
+            "gpus": devices,
+            "programs": machine.programs(),
             "tini": machine.program("tini"),
             "apt": machine.program("apt-get"),
             "systemd": os.path.isdir("/run/systemd/system"),
@@ -119,8 +149,44 @@ class Probe:
                     "previous": machine.link(path / "previous"),
                     "releases": self.entries(path / "releases"),
                     "stop": self.object(path / "stop.json"),
-                    "secrets": [str(path / entry) for entry in self.entries(path) if SECRETS.match(entry)],
+                    "booted": self.object(path / "booted.json"),
+                    "secrets": [
+                        str(path / entry)
+                        for entry in self.entries(path)
+                        if SECRETS.match(entry) and not (path / entry).is_symlink()
+                    ],
+                    "images": self.images(path / "releases"),
                 }
+        return found
+
+    def boot(self, path: Path) -> dict[str, Any] | None:
+        """What a run would be started with again; only its release and weights leave the host."""
+        if not os.access(path, os.R_OK):
+            return {} if path.exists() else None
+        value = self.object(path) or {}
+        run, weights = value.get("run"), value.get("weights")
+        release = run.get("release") if isinstance(run, dict) else None
+        return {
+            "release": release.get("id") if isinstance(release, dict) else None,
+            "weights": weights if isinstance(weights, dict) else None,
+        }
+
+    def images(self, releases: Path) -> dict[str, str]:
+        """The image that each release names, for those that need one."""
+        found = {}
+        for entry in self.entries(releases):
+            try:
+                manifest = json.loads((releases / entry / MANIFEST).read_bytes())
+                image = manifest.get("image") if isinstance(manifest, dict) else None
+                text = image if isinstance(image, str) else None
+                if text is None and (releases / entry / COMPOSE_FILE).is_file():
+                    words = (releases / entry / COMPOSE_FILE).read_text(encoding="utf-8", errors="replace")
+                    line = IMAGE.search(words)
+                    text = line[1] if line else None
+                if text:
+                    found[entry] = text
+            except (OSError, ValueError, RecursionError):
+                continue  # `changed` names what is damaged
         return found
 
     def add_changed(self, names: dict[str, Any], runs: list[dict[str, Any]]) -> None:
@@ -194,7 +260,10 @@ class Probe:
             "exit": self.object(run.path / "exit.json"),
             "switch": self.object(run.path / "switch.json"),
             "log": self.log(run),
+            "boot": self.boot(run.path / "boot.json"),
+            "container": self.object(run.path / "container.json"),
             "processes": [],
+            "running": None,
         }
 
     def heartbeats(self, run: status.RunDir) -> dict[str, Any]:
@@ -230,17 +299,35 @@ class Probe:
                 self.problems.append(f"{newest}: {error.strerror}")
         return result
 
+    def add_containers(self, runs: list[dict[str, Any]], told: dict[str, Any]) -> None:
+        """Complete what container.json says of each run's container with what the engine says now."""
+        for run in runs:
+            kept = run["container"]
+            if not kept:
+                continue
+            answers = told["engine"]["answers"] and not told["engine"].get("incomplete")
+            now = told["containers"].get(kept.get("id"))
+            run["container"] = {
+                **{key: kept.get(key) for key in ("id", "name", "image", "image_id")},
+                **{key: now[key] if now else None for key in CONTAINER},
+                "gone": (now is None) if answers else None,
+                "unknown": None if answers else str(told["engine"]["error"]),
+            }
+
     def add_processes(self, runs: list[dict[str, Any]]) -> None:
         """Give every run its processes, with their CPU time read twice."""
         before = procfs.processes()
         began = time.monotonic()
         for run in runs:
             pid, session = (int(number(run["launch"], key) or 0) for key in ("pid", "trainer_pid"))
-            if run["alive"]:  # only then does the pid in launch.json mean anything
+            if run["container"]:  # launch.json tells the numbers of another namespace
+                pids = self.contained(run, before)
+            elif run["alive"]:  # only then does the pid in launch.json mean anything
                 pids = procfs.of_run(pid, session, before)
             else:
                 pids = procfs.left_behind(run["path"], session, before)
             run["processes"] = [procfs.describe(before[pid]) for pid in pids]
+            run["running"] = running(run)
         chosen = [process for run in runs for process in run["processes"]]
         if chosen and self.sample > 0:
             time.sleep(max(0.0, self.sample - (time.monotonic() - began)))
@@ -248,6 +335,66 @@ class Probe:
             now = procfs.stat(process["pid"])
             if now and now["start"] == before[process["pid"]]["start"]:
                 process["cpu_ticks"].append(now["ticks"])
+
+    def contained(self, run: dict[str, Any], table: dict[int, dict[str, Any]]) -> list[int]:
+        """The pids here of a run in a container: its first process and all that came from it.
+
+        If the engine cannot tell that process, the one that holds the run's lock is looked for.
+        """
+        first = run["container"].get("pid") or 0
+        if not first and run["alive"]:
+            first = procfs.holding(str(Path(run["path"]) / "launch.lock"), table) or 0
+        return procfs.of_run(first, 0, table)
+
+
+def running(run: dict[str, Any]) -> dict[str, Any] | None:
+    """What the trainer of a run in progress really runs with, as far as run.json says what it should be.
+
+    Of its environment only what run.json gives, by name, and Python's own: never a secret.
+    """
+    trainer = number(run["launch"], "trainer_pid")
+    found = [process["pid"] for process in run["processes"] if process["nspid"] == trainer]
+    if not run["alive"] or not trainer or len(found) != 1:
+        return None
+    words = procfs.read(found[0], "cmdline").split(b"\0")[:-1]
+    variables = dict(
+        item.partition(b"=")[::2] for item in procfs.read(found[0], "environ").split(b"\0") if item
+    )
+    if not words or not variables:
+        return None
+    made = run["run"] or {}
+    given, secrets = made.get("environment"), made.get("secrets")
+    wanted = set(given) if isinstance(given, dict) else set()
+    hidden = {str(name) for name in secrets} if isinstance(secrets, list) else set()
+    environment = {}
+    for key, value in variables.items():
+        name = key.decode("utf-8", "replace")
+        if (name in wanted or name.startswith("PYTHON") or name in ALWAYS) and name not in hidden:
+            environment[name] = value.decode("utf-8", "replace")
+    return {
+        "argv": [word.decode("utf-8", "replace") for word in words],
+        "environment": environment,
+        "image_id": (run["container"] or {}).get("image_id"),
+        "started": next(process["started"] for process in run["processes"] if process["pid"] == found[0]),
+        "files": named_files(found[0], words[1:]),
+    }
+
+
+def named_files(pid: int, words: list[bytes]) -> list[dict[str, Any]]:
+    """The regular files that words of a command line name, seen from the process itself, and their times."""
+    found = []
+    for word in words[:MOST_WORDS]:
+        if not word or len(word) > 4096:
+            continue
+        base = f"/proc/{pid}/{'root' if word.startswith(b'/') else 'cwd'}"
+        path = os.fsencode(base) + b"/" + word.lstrip(b"/")
+        try:
+            info = os.stat(path)
+        except (OSError, ValueError):
+            continue
+        if stat.S_ISREG(info.st_mode):
+            found.append({"path": word.decode("utf-8", "replace"), "modified": info.st_mtime})
+    return found
 
 
 def changed(release: Path) -> list[str]:

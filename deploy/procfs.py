@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,25 @@ def of_run(launch: int, session: int, table: dict[int, dict[str, Any]]) -> list[
     return sorted(chosen)
 
 
+def nspid(pid: int) -> int:
+    """The number that a process has where it lives: in its container, for one that is in a container."""
+    found = re.search(rb"^NSpid:(?:\t\d+)*\t(\d+)$", read(pid, "status"), re.MULTILINE)
+    return int(found[1]) if found else pid
+
+
+def holding(path: str, pids: Iterable[int]) -> int | None:
+    """Which of the processes has the file `path` open; the oldest of several, None for none.
+
+    So a run's launch is found by its lock, whatever number launch has in its container.
+    """
+    return min((pid for pid in pids if has_open(pid, path)), default=None, key=_age)
+
+
+def _age(pid: int) -> tuple[int, int]:
+    process = stat(pid)
+    return (process["start"] if process else 1 << 62, pid)
+
+
 def left_behind(run_path: str, session: int, table: dict[int, dict[str, Any]]) -> list[int]:
     """The pids that a run which has ended left in its trainer's session.
 
@@ -107,6 +127,7 @@ def describe(process: dict[str, Any]) -> dict[str, Any]:
     booted = boot_time()
     return {
         "pid": pid,
+        "nspid": nspid(pid),
         "ppid": process["ppid"],
         "session": process["session"],
         "state": process["state"],

@@ -6,12 +6,16 @@ Standard library only, Python >= 3.9.
 
     python3 <directory of this tool> SPEC.json [--attached]
 
-The specification (see `deploy.switch.start`) says which run to stop and what to start. One JSON object comes
-on stdout, {"accepted": bool, "message": str}, once the job has the lock and nothing more can refuse it.
+The specification (see `deploy.switch.start`; ``-`` reads it from stdin) says which run to stop and what to
+start. One JSON object comes on stdout, {"accepted": bool, "message": str, "record": path}, once the job has
+the lock and nothing more can refuse it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -22,10 +26,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from deploy import files, procfs
+from deploy import engine, files, procfs
 from deploy.switch_steps import Failed, Switch, wait
 from trainer import status
 
+ENGINE_PATIENCE = 10.0  # seconds that the engine has to answer before anything is touched
+FULL = (errno.ENOSPC, errno.EDQUOT)
+SPARE = "/dev/shm"  # where the record of a stop goes if the disk is full
 LOCK_PATIENCE = 1.0  # seconds: a probe that looks at the lock holds it for a moment
 
 
@@ -38,6 +45,7 @@ class Record:
 
     def __init__(self, path: str, spec: dict[str, Any]) -> None:
         self.path = path
+        self.optional = not spec["start"]  # a full disk must not keep a run from being stopped
         own = procfs.stat(os.getpid()) or {}
         self.value: dict[str, Any] = {
             "schema": status.SCHEMA,
@@ -54,10 +62,21 @@ class Record:
             "exit": None,
             "steps": [],
         }
-        self.write()
+        try:
+            status.write_json(self.path, self.value)
+        except OSError as error:
+            if not self.optional or error.errno not in FULL:
+                raise
+            self.path = f"{SPARE}/.drafthouse-{os.getuid()}-{spec['name']}-stop.json"
+            self.write()
 
     def write(self) -> None:
-        status.write_json(self.path, self.value)
+        try:
+            status.write_json(self.path, self.value)
+        except OSError as error:
+            # What was done counts; that a full disk does not take the words is no reason to stop half-way.
+            if error.errno not in FULL:
+                raise
 
     def begin(self, name: str) -> None:
         step = {"name": name, "outcome": "running", "started": time.time(), "ended": None, "detail": ""}
@@ -68,10 +87,11 @@ class Record:
         self.value["steps"][-1].update(outcome=outcome, detail=detail, ended=time.time())
         self.write()
 
-    def end(self, outcome: str, failure: Failed | None = None) -> None:
+    def end(self, outcome: str, failure: Failed | None = None, more: str = "") -> None:
         self.value.update(outcome=outcome, ended=time.time())
         if failure:
-            self.value.update(reason=str(failure), last_lines=failure.last_lines, exit=failure.exit)
+            reason = f"{failure}; {more}" if more else str(failure)
+            self.value.update(reason=reason, last_lines=failure.last_lines, exit=failure.exit)
         self.write()
 
 
@@ -82,9 +102,22 @@ def claim(spec: dict[str, Any]) -> int:
     """Take the name's switch lock and check what can be checked. The lock's descriptor; raises Refused."""
     name = Path(spec["state_root"]) / "names" / spec["name"]
     os.makedirs(name, exist_ok=True)
+    lock = take(spec, name)
+    old = spec["old_run_path"]
+    for run in status.list_runs(Path(spec["state_root"]) / "runs", spec["name"]):
+        if run.alive() and not (old and os.path.samefile(run.path, old)):
+            raise Refused(f"run {run.path.name} is in progress, which this switch was not planned for")
+    if spec["start"]:
+        check_start(spec, name)
+    return lock
+
+
+def take(spec: dict[str, Any], name: Path) -> int:
+    """Take the name's switch lock and say in it what it is for. Raises Refused."""
     lock = os.open(name / "switch.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not wait(lambda: files.take(lock), LOCK_PATIENCE):
         other = files.words(lock)
+        os.close(lock)
         who = f"{other['what']} (by {other['by']})" if "what" in other and "by" in other else "switch"
         raise Refused(f"another {who} of {spec['name']} is under way")
     words = {
@@ -94,14 +127,12 @@ def claim(spec: dict[str, Any]) -> int:
         "since": time.time(),
         "pid": os.getpid(),
     }
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, json.dumps(words).encode(), 0)
-    old = spec["old_run_path"]
-    for run in status.list_runs(Path(spec["state_root"]) / "runs", spec["name"]):
-        if run.alive() and not (old and os.path.samefile(run.path, old)):
-            raise Refused(f"run {run.path.name} is in progress, which this switch was not planned for")
-    if spec["start"]:
-        check_start(spec, name)
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps(words).encode(), 0)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
     return lock
 
 
@@ -114,6 +145,26 @@ def check_start(spec: dict[str, Any], name: Path) -> None:
         raise Refused(f"there is no program {start['argv'][0]}")
     if not (name / "releases" / spec["release_id"]).is_dir():
         raise Refused(f"release {spec['release_id']} of {spec['name']} is not on this host")
+    if start.get("container"):
+        check_engine(start)
+
+
+def check_engine(start: dict[str, Any]) -> None:
+    """An engine that hangs, or lacks the image, must show before the old run is stopped."""
+    one = engine.Engine(
+        engine.address(start["environment"]), timeout=start.get("engine_seconds", ENGINE_PATIENCE)
+    )
+    image = start["container"].get("image")
+    try:
+        one.ping()
+        if image:
+            one.image(image)
+    except engine.EngineError as error:
+        if not one.address.startswith("unix://"):
+            return  # an engine behind TCP or SSH: only its client can ask it
+        if error.status == 404:
+            raise Refused(f"the engine has no image {image}: fab deploy builds or ships it") from None
+        raise Refused(str(error)) from None
 
 
 # -- the job -----------------------------------------------------------------------------------------------
@@ -131,10 +182,108 @@ def perform(switch: Switch, record: Record) -> str:
             traceback.print_exc()
             error = Failed(f"{type(error).__name__}: {error}")
         record.end_step("failed", str(error))
-        record.end("failed", error)
+        restored = roll_back(switch, record) if switch.spec.get("rollback") and switch.died() else ""
+        record.end("failed", error, restored)
     else:
         record.end("done")
-    return record.value["outcome"]
+    return str(record.value["outcome"])
+
+
+def roll_back(switch: Switch, record: Record) -> str:
+    """Start the release that ran before as a new run, and record it; what became of it, in words.
+
+    It is a switch of its own, with its own record beside its own run.
+    """
+    spec, plan = switch.spec, switch.spec["rollback"]
+    record.begin("rollback")
+    told: dict[str, Any] = {"release_id": plan["release_id"], "run_path": None, "outcome": "failed"}
+    record.value["rollback"] = told
+    try:
+        switch.started()  # gives the lock back, if the new run never lived
+        inner = {
+            **spec,
+            "old_run_path": None,
+            "release_id": plan["release_id"],
+            "rollback": None,
+            "wait_first_step": False,
+            "start": plan["start"],
+            "run_path": None,
+        }
+        lock = take(inner, switch.name)
+        try:
+            for run in status.list_runs(Path(spec["state_root"]) / "runs", spec["name"]):
+                if run.alive():
+                    raise Refused(f"run {run.path.name} is in progress by now")
+            run_path, start = restore(spec, plan)
+            inner.update(run_path=run_path, start=start, record=f"{run_path}/switch.json")
+            told["run_path"] = run_path
+            check_start(inner, switch.name)
+        except BaseException:
+            os.close(lock)
+            raise
+        own = Record(inner["record"], inner)
+        again = Switch(inner, Lock(lock).release)
+        again.restores = switch.links
+        told["outcome"] = perform(again, own)
+    except (Refused, OSError, ValueError, KeyError, TypeError) as error:
+        words = f"release {plan.get('release_id')} was not started again: {error}"
+    else:
+        words = f"release {plan['release_id']} runs again as {os.path.basename(run_path)}"
+        if told["outcome"] != "done":
+            words = f"release {plan['release_id']} was not restored: {own.value['reason']}"
+    record.end_step("ok" if told["outcome"] == "done" else "failed", words)
+    return words
+
+
+def restore(spec: dict[str, Any], plan: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Make the run that is to be started again: its directory, and its start with the new run's paths."""
+    before = dict(plan["run"])
+    runs = Path(spec["state_root"]) / "runs"
+    run = status.allocate_run(runs, spec["name"])
+    changes = {str(runs / before["run_id"]): str(run.path), before["run_id"]: run.path.name}
+    whole = moved(before, changes)
+    fields = {item.name for item in dataclasses.fields(status.Run)}
+    whole = {key: value for key, value in whole.items() if key in fields}
+    whole.update(created=time.time(), who=f"rollback of {spec['by']}")
+    user = plan["start"].get("user")
+    if before.get("secrets_file"):
+        with open(before["secrets_file"], "rb") as file:
+            data = file.read()
+        descriptor = os.open(whole["secrets_file"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        info = os.stat(before["secrets_file"])
+        with contextlib.suppress(PermissionError):
+            os.chown(whole["secrets_file"], info.st_uid, info.st_gid)
+    status.write_json(run.path / "run.json", whole, durable=True)
+    if user:
+        os.chown(run.path, int(user[0]), int(user[1]))
+    return str(run.path), moved(plan["start"], changes)
+
+
+def moved(value: Any, changes: dict[str, str]) -> Any:
+    """A JSON value with all of `changes` made in its texts, in their order."""
+    if isinstance(value, str):
+        for old, new in changes.items():
+            value = value.replace(old, new)
+        return value
+    if isinstance(value, list):
+        return [moved(item, changes) for item in value]
+    if isinstance(value, dict):
+        return {key: moved(item, changes) for key, item in value.items()}
+    return value
+
+
+class Lock:
+    """The switch lock, given back once; a run that lives says by its own lock that it is there."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor: int | None = descriptor
+
+    def release(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
 
 
 def detach(errors: str) -> int:
@@ -154,7 +303,10 @@ def detach(errors: str) -> int:
     if os.fork():
         os._exit(0)
     null = os.open(os.devnull, os.O_RDWR)
-    error = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        error = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        error = null  # a full disk, or one that has become read-only; the record will tell
     for source, target in ((null, 0), (null, 1), (error, 2)):
         os.dup2(source, target)
     os.closerange(3, writer)
@@ -170,14 +322,14 @@ def detach(errors: str) -> int:
 def main() -> None:
     path = sys.argv[1]
     attached = "--attached" in sys.argv[2:]
-    with open(path, encoding="utf-8") as file:
+    with open(0 if path == "-" else path, encoding="utf-8", closefd=path != "-") as file:
         spec = json.load(file)
     answer = os.dup(1) if attached else detach(str(Path(spec["record"]).with_suffix(".err")))
     try:
         try:
-            lock = claim(spec)
+            lock = Lock(claim(spec))
             record = Record(spec["record"], spec)
-            reply = {"accepted": True, "message": ""}
+            reply = {"accepted": True, "message": "", "record": record.path}
         except (Refused, OSError) as error:
             reply = {"accepted": False, "message": str(error)}
         os.write(answer, json.dumps(reply).encode())
@@ -185,7 +337,6 @@ def main() -> None:
         os.close(answer)
     if not reply["accepted"]:
         sys.exit(1)
-    # The lock is held until the new run lives. From then on its own lock says that it is there, and a run
-    # that loads for minutes can be stopped meanwhile.
-    switch = Switch(spec, started=lambda: os.close(lock))
+    # The switch lock is held until the new run lives: one that loads for minutes can be stopped meanwhile.
+    switch = Switch(spec, started=lock.release)
     sys.exit(0 if perform(switch, record) == "done" else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -132,6 +133,8 @@ def test_names_with_releases_and_links_are_listed(place):
         "previous": "aaaaaaaaaaaa",
         "releases": ["aaaaaaaaaaaa", "bbbbbbbbbbbb"],
         "stop": None,
+        "booted": None,
+        "images": {},
         "secrets": [str(name / "secrets-0001-demo")],
         "changed": {"bbbbbbbbbbbb": ["release.json"]},  # (it has none)
     }
@@ -301,8 +304,9 @@ class Engine(threading.Thread):
             except OSError:
                 return
             if self.answer is not None:
-                connection.recv(4096)
-                connection.sendall(self.answer)
+                with contextlib.suppress(OSError):  # whoever only looks who listens is gone already
+                    connection.recv(4096)
+                    connection.sendall(self.answer)
                 connection.close()
 
 
