@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy import preflight, release, secrets
+from deploy import bootunit, devices, mask, preflight, release, runtimes, secrets
+from deploy import image as images
 from deploy.errors import DeployError
 from deploy.health import verdict
 from deploy.release import Layout, Release
-from deploy.runtimes import process
+from deploy.runtimes import compose, process
+from deploy.runtimes.compose import Mount
 from deploy.settings import HostSettings, Recipe, RunSettings
 from deploy.survey import Survey
 from deploy.weights import Weights
@@ -62,6 +65,13 @@ class Plan:
     install: tuple[str, ...] = ()
     secrets: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> where from
     grace_seconds: float = 0.0
+    image: str | None = None  # as compose.yaml names it
+    image_action: images.Action | None = None
+    image_words: str = ""
+    user: str | None = None  # uid:gid in the container
+    mounts: tuple[Mount, ...] = ()
+    devices: tuple[str, ...] | None = None  # indices of GPUs; None: not said, as a plain process sees all
+    boot: str = ""  # what a reboot will do
     rollback: str | None = None  # the release that is started again if the new run dies before its first step
     warnings: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()  # what it was made for; see `seen`
@@ -71,9 +81,10 @@ class Plan:
         return self.action not in ("unchanged", "nothing")
 
     def to_json(self) -> dict[str, Any]:
-        """For scripts: every field by its name."""
+        """For scripts: every field by its name. What looks like a secret is not in it."""
         value = dataclasses.asdict(self)
         del value["seen"]
+        value["changes"] = dict(_changes(self))
         value["weights"] = self.weights and {**value["weights"], "describe": self.weights.describe()}
         return value
 
@@ -102,9 +113,9 @@ def _text(plan: Plan) -> list[str]:
         rows += [("release", _release(plan))]
         rows += [("", difference) for difference in plan.differences]
         if plan.changes:
-            rows += [
-                ("set", ", ".join(f"{key}={value}" for key, value in plan.changes.items()) + ", for this run")
-            ]
+            rows += [("set", ", ".join(f"{key}={value}" for key, value in _changes(plan)) + ", for this run")]
+        if plan.image:
+            rows += [("image", f"{plan.image}, {plan.image_words}" if plan.image_words else plan.image)]
         if plan.weights:
             rows += [("weights", plan.weights.describe())]
         if plan.data:
@@ -119,10 +130,14 @@ def _text(plan: Plan) -> list[str]:
             else []
         )
         rows += [("init", plan.init)]
+        rows += _container_rows(plan)
         rows += _stop_rows(plan)
+        rows += [("at boot", plan.boot)] if plan.boot else []
         rows += [("start", f"the next run of {plan.name}: {plan.resume}")]
         if plan.rollback:
-            rows += [("rollback", f"to release {plan.rollback}, should the new run die before its first step")]
+            rows += [
+                ("rollback", f"to release {plan.rollback}, should the new run die before its first step")
+            ]
     rows += [("note", warning) for warning in plan.warnings]
     width = max(len(label) for label, _ in rows)
     return [
@@ -138,6 +153,40 @@ def _release(plan: Plan) -> str:
     if plan.release_before is None:
         return f"{plan.release}, {state}"
     return f"{plan.release_before} → {plan.release}, {state}"
+
+
+def _changes(plan: Plan) -> list[tuple[str, str]]:
+    return [
+        (key, mask.MASK if mask.secret_name(key) else mask.text(value)) for key, value in plan.changes.items()
+    ]
+
+
+def _container_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Who the container is, what it sees of the host, and how long it has when it is not us who stop it."""
+    rows = []
+    if plan.devices is not None:
+        rows += [("gpus", ", ".join(plan.devices) or "none")]
+    if plan.user is not None:
+        rows += [("user", f"{plan.user} in the container")]
+    label = "mounts"
+    for mount in plan.mounts:
+        at = "" if mount.source == mount.target else f" at {mount.target}"
+        rows += [(label, f"{mount.source}{at}{', read-only' if mount.read_only else ''}")]
+        label = ""
+    if plan.image and plan.grace_seconds:
+        grace, engine = plan.grace_seconds, math.ceil(plan.grace_seconds) + compose.ENGINE_MARGIN_SECONDS
+        shutdown = compose.DOCKERD_SHUTDOWN_SECONDS
+        smallest = min(grace, shutdown)
+        why = "grace_seconds" if smallest == grace else "dockerd's, when the host goes down"
+        rows += [
+            (
+                "grace",
+                f"{grace:g} s from SIGTERM to SIGKILL by launch (grace_seconds), {engine} s by the engine, "
+                f"{shutdown} s when the host goes down (dockerd's default): "
+                f"the smallest is {smallest:g} s ({why})",
+            )
+        ]
+    return rows
 
 
 def _stop_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -178,36 +227,56 @@ def _word(word: str) -> str:
 # -- deciding ----------------------------------------------------------------------------------------------
 
 
-def choose_runtime(host: HostSettings, facts: Mapping[str, Any]) -> tuple[str, str]:
-    """(runtime, why). Raises DeployError for one that cannot be deployed to yet."""
-    engine = facts["engine"]
-    if host.runtime in ("compose", "pct"):
-        raise DeployError(
-            f"{host.name} has runtime: {host.runtime} in fabric.yaml, which this version cannot deploy to; "
-            "set runtime: process"
-        )
-    if host.runtime == "process":
-        return "process", f"as {host.name} has it in fabric.yaml"
-    if engine["answers"]:
-        return "process", (
-            f"a Docker engine answers (version {engine['version']}) and `docker compose up` runs the demo "
-            "in it, but deploying to it comes later"
-        )
-    return "process", f"no Docker engine answers ({engine['error'] or 'there is none'})"
+choose_runtime = runtimes.choose
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a runtime adds to a release: who runs it, on which devices, and what starts it after a reboot."""
+
+    runtime: str
+    why: str
+    python: str
+    user: str | None
+    devices: devices.Devices
+    device_files: tuple[str, ...]
+    unit: str
+
+
+def parts_of(survey: Survey, host: HostSettings, run: RunSettings) -> Parts:
+    facts = survey.facts
+    runtime, why = runtimes.choose(host, facts, run.name)
+    found = devices.choose(run.gpus, facts, run.name, host.name, runtime)
+    # Saving and ending is all that a reboot waits for.
+    patience = run.checkpoint_timeout_seconds + run.grace_seconds
+    return Parts(
+        runtime,
+        why,
+        compose.python(run) if runtime == "compose" else survey.interpreter.path,
+        compose.user(run, facts) if runtime == "compose" else None,
+        found,
+        devices.files(found, facts),
+        bootunit.text(survey.layout, run.name, facts, runtime, patience),
+    )
 
 
 def make_release(survey: Survey, host: HostSettings, run: RunSettings) -> Release:
     """The release that these settings and this checkout give."""
-    runtime, _ = choose_runtime(host, survey.facts)
+    parts = parts_of(survey, host, run)
     return release.build(
         run,
         survey.layout,
-        runtime=runtime,
-        python=survey.interpreter.path,
+        runtime=parts.runtime,
+        python=parts.python,
         weights=survey.weights.path if survey.weights else None,
         data=survey.data,
         app=survey.app,
         git=survey.git,
+        image=survey.image,
+        user=parts.user,
+        devices=parts.devices.ids,
+        device_files=parts.device_files,
+        unit=parts.unit,
     )
 
 
@@ -221,13 +290,15 @@ def make(
     *,
     install: bool = True,
     run_file: str = "",
+    build: images.Build | None = None,
 ) -> Plan:
     """The plan of `deploy` or `restart`. `before` is what `release.deployed` says of the release before.
 
-    Raises DeployError with every preflight check that failed, unless there is nothing to do.
+    `build` says where an image is built (--build), whatever the files say. Raises DeployError with every
+    preflight check that failed, unless there is nothing to do.
     """
     facts, run = survey.facts, recipe.settings
-    runtime, why = choose_runtime(host, facts)
+    parts = parts_of(survey, host, run)
     found = preflight.checks(survey, host, run)
     live, old = survey.live, release_before(survey)
     # A run that is being stopped is as good as gone: to call it unchanged would leave nothing running.
@@ -236,15 +307,17 @@ def make(
     if not unchanged:
         preflight.refuse(found)
     differences = release.differences(before[0], before[1], new) if before and old != new.id else []
-    init, commands = _init(facts, install)
+    init, commands = _init(facts, install, parts.runtime, run)
+    action, words = _image(survey, host, run, build)
+    weights = survey.weights.path if survey.weights else None
     return Plan(
         task=task,
         action="unchanged" if unchanged else "switch" if live else "start",
         host=host.name,
         name=run.name,
         layout=survey.layout,
-        runtime=runtime,
-        runtime_why=why,
+        runtime=parts.runtime,
+        runtime_why=parts.why,
         run_file=run_file or str(recipe.path),
         run_file_why=recipe.why,
         release=new.id,
@@ -261,6 +334,13 @@ def make(
         install=commands,
         secrets={name: secrets.describe(source) for name, source in sorted(run.secrets.items())},
         grace_seconds=run.grace_seconds,
+        image=survey.image.reference if survey.image else None,
+        image_action=action,
+        image_words=words,
+        user=parts.user,
+        mounts=tuple(compose.mounts(run, survey.layout, weights, survey.data)) if survey.image else (),
+        devices=parts.devices.ids,
+        boot=bootunit.describe(facts, run.name, parts.runtime),
         warnings=(*preflight.warnings(found), *(_changed(facts, run.name, new.id) if unchanged else ())),
         seen=seen(facts, run.name),
     )
@@ -287,7 +367,7 @@ def make_same(
     if wanted is None:
         raise DeployError(f"nothing of {name} is deployed on {host.name}; use fab deploy --name {name}")
     stopping = live is not None and bool((live["launch"] or {}).get("stopping"))
-    runtime, why = choose_runtime(host, facts)
+    runtime, why, last = _as_before(facts, host, name, wanted)
     if task == "start" and live is not None and not stopping:
         running = release_before(survey)
         return Plan(
@@ -305,7 +385,7 @@ def make_same(
             seen=seen(facts, name),
         )
     release.refuse_changed(facts, host.name, name, wanted)
-    init, commands = _init(facts, install)
+    init, commands = _init(facts, install, runtime)
     return Plan(
         task=task,
         action="switch" if live else "start",
@@ -327,8 +407,38 @@ def make_same(
         stop=stop_of(live, facts) if live else None,
         init=init,
         install=commands,
+        image=last.get("image"),
+        image_action="there" if last.get("image") else None,
+        image_words="there" if last.get("image") else "",
+        user=last.get("user"),
+        devices=tuple(last["devices"]) if last.get("devices") is not None else None,
+        grace_seconds=float(last.get("grace_seconds") or 0),
+        boot=bootunit.describe(facts, name, runtime),
         seen=seen(facts, name),
     )
+
+
+def _as_before(
+    facts: Mapping[str, Any], host: HostSettings, name: str, release_id: str
+) -> tuple[str, str, Mapping[str, Any]]:
+    """(runtime, why, run.json) of the newest run of a release; an old release keeps its runtime."""
+    for run in reversed(facts["runs"]):
+        told = run["run"] or {}
+        if run["name"] == name and (told.get("release") or {}).get("id") == release_id:
+            return told.get("runtime", "process"), f"as {run['run_id']} had it", told
+    return *runtimes.choose(host, facts, name), {}
+
+
+def _image(
+    survey: Survey, host: HostSettings, run: RunSettings, build: images.Build | None
+) -> tuple[images.Action | None, str]:
+    """What has to be done for the image, and the plan's words for it."""
+    wanted = survey.image
+    if not isinstance(wanted, images.Image):
+        return ("there", "as it is on the host") if wanted else (None, "")
+    where: images.Build = build or run.image.build or host.build or "host"
+    action = images.plan(survey.facts, wanted, where)
+    return action, images.words(survey.facts, wanted, action, host.name)
 
 
 def make_stop(
@@ -409,8 +519,13 @@ def _resume(survey: Survey, run: RunSettings) -> str:
     return f"resumes at step {saved.get('step')} ({whose} did not finish)"
 
 
-def _init(facts: Mapping[str, Any], install: bool) -> tuple[str, tuple[str, ...]]:
+def _init(
+    facts: Mapping[str, Any], install: bool, runtime: str = "process", run: RunSettings | None = None
+) -> tuple[str, tuple[str, ...]]:
     """(what adopts orphans, what is installed for it)."""
+    if runtime == "compose":
+        foreign = run is not None and run.image.use is not None
+        return ("the engine's own init, as PID 1" if foreign else "tini, as PID 1 in the image"), ()
     if facts["tini"]:
         return process.reaper(dict(facts)), ()
     if install and facts["apt"] and facts["uid"] == 0:

@@ -7,6 +7,10 @@ code are one release, and whatever differs is another. `build` is pure, `write` 
     command.json   the trainer's argv
     run.env        its environment, without secrets
     app/trainer/   a copy of the trainer, so that editing the checkout never changes what runs
+    image.json     instead of app/, where the trainer is in an image: what went into that, file by file
+    compose.yaml   with the compose runtime: the service
+    launch.sh      with the compose runtime: the commands that start it, for people
+    drafthouse-<name>.service   what starts the next run at boot
     release.json   id, digests, git; the only file outside the digest
 """
 
@@ -20,15 +24,30 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from deploy import flags, yamlfile
+from deploy import flags, mask, onhost, render, yamlfile
 from deploy.errors import DeployError
 from deploy.host import Host
+from deploy.runtimes import compose
 from deploy.settings import TOY, RunSettings
 
 ID_LENGTH = 12
 MANIFEST = "release.json"
+IMAGE = "image.json"
+
+
+class Image(Protocol):
+    """`deploy.image.Image`, or `compose.Used`."""
+
+    @property
+    def reference(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def files(self) -> Mapping[str, bytes]: ...
+    @property
+    def arguments(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -118,10 +137,23 @@ def environment(
 
 
 def resolved(
-    settings: RunSettings, runtime: str, python: str, weights: str | None, data: str | None
+    settings: RunSettings,
+    runtime: str,
+    python: str,
+    weights: str | None,
+    data: str | None,
+    *,
+    image: Image | None = None,
+    user: str | None = None,
+    devices: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The settings as run.yaml shows them. Secrets by name only."""
     value: dict[str, Any] = {"name": settings.name, "runtime": runtime}
+    if image is not None:
+        value |= {"image": image.reference, "user": user}
+        value |= {key: getattr(settings, key) for key in ("memory", "shm_size") if getattr(settings, key)}
+    if devices is not None:
+        value |= {"devices": list(devices)}
     if settings.command is None:
         value |= {"python": python, "trainer": settings.trainer}
     else:
@@ -144,26 +176,63 @@ def build(
     data: str | None,
     app: Mapping[str, bytes],
     git: Mapping[str, Any],
+    image: Image | None = None,
+    user: str | None = None,
+    devices: Sequence[str] | None = None,
+    device_files: Sequence[str] = (),
+    unit: str | None = None,
 ) -> Release:
     """The release for these settings. `app` maps ``trainer/x.py`` to its content.
 
-    A foreign command gets launch and what launch imports, so that work on our trainer is no change to it.
+    The compose runtime needs `image` and `user` (uid:gid); `devices` are indices of GPUs (None: not said),
+    `device_files` their nodes on the host, and `unit` is the text of the boot unit. A foreign command gets
+    launch and what launch imports, so that work on our trainer is no change to it.
     """
-    from deploy import render
-
     if settings.command is not None:
         app = needed(app, "trainer/launch.py")
+    if image is not None and settings.image.use is None:
+        app = {}  # it is in the image
     argv = command(settings, layout, python, weights, data)
     variables = environment(settings, layout, weights, data)
+    shown = resolved(settings, runtime, python, weights, data, image=image, user=user, devices=devices)
     files = {
-        "run.yaml": yamlfile.dump(resolved(settings, runtime, python, weights, data)).encode(),
+        "run.yaml": yamlfile.dump(shown).encode(),
         "command.json": (json.dumps(argv, ensure_ascii=False, indent=1) + "\n").encode(),
         "run.env": "".join(
             f"{key}={render.envfile(value)}\n" for key, value in sorted(variables.items())
         ).encode(),
         **{f"app/{name}": content for name, content in sorted(app.items())},
     }
+    if image is not None and user is not None:
+        service = compose.deployed(
+            settings,
+            layout,
+            image=image.reference,
+            user=user,
+            weights=weights,
+            data=data,
+            gpus=devices or (),
+            device_files=device_files,
+        )
+        files["compose.yaml"] = compose.compose_file(service).encode()
+        files["launch.sh"] = render.render(
+            "launch.sh.j2", name=settings.name, home=layout.home, launch=service.command, command=argv
+        ).encode()
+        files[IMAGE] = _image(image)
+    if unit is not None:
+        files[f"drafthouse-{settings.name}.service"] = unit.encode()
     return of(files, argv, git)
+
+
+def _image(image: Image) -> bytes:
+    """image.json: what went into the image, file by file, so that a difference can be named."""
+    value = {
+        "reference": image.reference,
+        "digest": image.digest,
+        "arguments": dict(image.arguments),
+        "files": {name: _digest(data) for name, data in sorted(image.files.items())},
+    }
+    return (json.dumps(value, indent=1) + "\n").encode()
 
 
 def of(
@@ -197,7 +266,8 @@ def needed(app: Mapping[str, bytes], start: str) -> dict[str, bytes]:
 def differences(old: Mapping[str, bytes] | None, old_digests: Mapping[str, str], new: Release) -> list[str]:
     """What differs between a deployed release and a new one, a line each: settings by key, code by file.
 
-    `old` holds the old run.yaml (what else it holds is not needed), `old_digests` its per-file digests.
+    `old` holds the old run.yaml and image.json (what else it holds is not needed), `old_digests` its per-file
+    digests. What looks like a secret is not shown.
     """
     if old is None:
         return []
@@ -205,21 +275,35 @@ def differences(old: Mapping[str, bytes] | None, old_digests: Mapping[str, str],
     after = _flat(_yaml(new.files["run.yaml"]))
     found = []
     for key in [*after, *(key for key in before if key not in after)]:
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT):
-            found.append(f"{key}: {_say(before.get(key, _ABSENT))} → {_say(after.get(key, _ABSENT))}")
-    code = [name for name in {**old_digests, **new.digests} if name.startswith("app/")]
-    for name in sorted(set(code)):
-        was, now = old_digests.get(name), new.digests.get(name)
+        was, now = before.get(key, _ABSENT), after.get(key, _ABSENT)
         if was != now:
-            word = "new" if was is None else "removed" if now is None else "changed"
-            found.append(f"{name.removeprefix('app/')}: {word}")
+            hidden = mask.secret_name(key)
+            found.append(
+                f"{key}: {_say(was, hidden)} → {_say(now, hidden)}" + (" (another value)" if hidden else "")
+            )
+    found += _changes(_code(old_digests, old), _code(new.digests, new.files))
     if not found and old_digests != new.digests:  # only what follows from neither, like another state root
-        found = [
-            f"{name}: changed"
-            for name in sorted({**old_digests, **new.digests})
-            if old_digests.get(name) != new.digests.get(name)
-        ]
+        found = _changes(old_digests, new.digests)
     return found
+
+
+def _code(digests: Mapping[str, str], files: Mapping[str, bytes]) -> dict[str, str]:
+    """Digests of the files of code, whether they lie in the release or in its image."""
+    found = {name.removeprefix("app/"): value for name, value in digests.items() if name.startswith("app/")}
+    try:
+        value = json.loads(files[IMAGE])["files"] if IMAGE in files else {}
+    except (ValueError, KeyError, TypeError):
+        value = {}
+    return {**found, **(value if isinstance(value, dict) else {})}
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    words = []
+    for name in sorted({**before, **after}):
+        was, now = before.get(name), after.get(name)
+        if was != now:
+            words.append(f"{name}: {'new' if was is None else 'removed' if now is None else 'changed'}")
+    return words
 
 
 class _Absent:
@@ -230,12 +314,15 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-def _say(value: Any) -> str:
+def _say(value: Any, hidden: bool = False) -> str:
     if value is None or value is _ABSENT:
         return "not set"
+    if hidden:
+        return mask.MASK
     if isinstance(value, bool):
         return str(value).lower()
     text = repr(value) if isinstance(value, str) and (not value or set(value) - _PLAIN) else str(value)
+    text = mask.text(text)
     return text if len(text) <= 80 else text[:77] + "…"
 
 
@@ -313,16 +400,17 @@ def git_state(root: Path) -> dict[str, Any]:
 
 def deployed(host: Host, layout: Layout, release_id: str) -> tuple[dict[str, bytes], dict[str, str]] | None:
     """(files that people compare, per-file digests) of a release on a host; None if it is not there."""
-    path = layout.release(release_id)
-    manifest = host.read(f"{path}/{MANIFEST}")
+    names = ["run.yaml", "command.json", MANIFEST]
+    found = onhost.ask(host, "deploy.lookup:contents", layout.release(release_id), names)
+    files = {key: text.encode("utf-8", "surrogateescape") for key, text in found.items() if text is not None}
+    manifest = files.pop(MANIFEST, None)
     if manifest is None:
         return None
     try:
         digests = json.loads(manifest)["files"]
     except (ValueError, KeyError, TypeError):
         digests = {}
-    files = {name: host.read(f"{path}/{name}") for name in ("run.yaml", "command.json")}
-    return {name: data for name, data in files.items() if data is not None}, digests
+    return files, digests
 
 
 def damage(host: Host, layout: Layout, release: Release) -> list[str] | None:
@@ -330,15 +418,8 @@ def damage(host: Host, layout: Layout, release: Release) -> list[str] | None:
 
     Only the manifest that was written at the end of a release says that it is there.
     """
-    path = layout.release(release.id)
-    if host.read(f"{path}/{MANIFEST}") is None:
-        probe = host.run(["test", "-e", path], timeout=20, check=False)
-        return [MANIFEST] if probe.code == 0 else None
-    found = {name for name, data in release.files.items() if host.read(f"{path}/{name}") != data}
-    look = ["find", path, "-name", "__pycache__", "-prune", "-o", "!", "-type", "d", "-print0"]
-    there = host.run(look, timeout=20).out.decode(errors="surrogateescape").split("\0")
-    added = {name.removeprefix(f"{path}/") for name in there if name} - {*release.files, MANIFEST}
-    return sorted(found | added)
+    found: list[str] | None = onhost.ask(host, "deploy.release_store:damage", layout.release(release.id))
+    return found
 
 
 def write(host: Host, layout: Layout, release: Release) -> str:

@@ -30,7 +30,7 @@ TOY = "toy"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}")
 # Set for every run by launch; a second value would contradict what status and tail expect.
-OWN_VARIABLES = ("DRAFTHOUSE_RUN_DIR", "DRAFTHOUSE_ATTEMPT")
+OWN_VARIABLES = ("DRAFTHOUSE_RUN_DIR", "DRAFTHOUSE_ATTEMPT", "DRAFTHOUSE_SECRETS_FILE")
 
 
 def _natural(value: Any) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.processes import PR_SET_PDEATHSIG, prctl
-from trainer.status import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, Run
+from trainer.status import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, SECRETS_VARIABLE, Run
 
 USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127  # exit codes, as a shell uses them
 OOM_SCORE = 500  # added to the trainer's: of the two, launch is to survive and tell
@@ -65,11 +65,12 @@ def read_secrets(run: Run) -> dict[bytes, bytes]:
     A value is all that follows the first ``=``, without any quoting. Raises CannotStart for a file that
     others may read, and for one that lacks a secret that run.json names; no value is ever part of a message.
     """
-    if not run.secrets_file:
+    # In a container it is mounted at another place than run.json, which the host wrote, says.
+    path = os.environ.get(SECRETS_VARIABLE) or run.secrets_file
+    if not run.secrets_file or not path:
         if run.secrets:
             raise CannotStart(USAGE, f"run.json names secrets ({', '.join(run.secrets)}) but no secrets_file")
         return {}
-    path = run.secrets_file
     try:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)

@@ -37,6 +37,7 @@ from typing import Any
 SCHEMA = 1
 RUN_DIR_VARIABLE = "DRAFTHOUSE_RUN_DIR"
 ATTEMPT_VARIABLE = "DRAFTHOUSE_ATTEMPT"
+SECRETS_VARIABLE = "DRAFTHOUSE_SECRETS_FILE"  # where launch reads the secrets, if not where run.json says
 
 PHASES = ("starting", "loading", "compiling", "training", "checkpointing", "finishing")
 # `stop` asks nothing: it says who sends the SIGTERM that follows, since a signal has no name on it.
