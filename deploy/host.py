@@ -1,9 +1,8 @@
 """Where commands run, and files are read and written, on a host.
 
-A `Host` takes a list of arguments, a timeout and an environment; no shell is involved, so no value needs
-quoting. What goes through here will work on a host reached by SSH too. Some still opens files of this
-machine by itself, and has to come here before SSH does: a new run's directory (execute), weights and data
-(survey, weights), following a log (logs, segments).
+A `Host` takes a list of arguments, a timeout and an environment; no shell sees a word of them, so no value
+needs quoting. `Local` is this machine, `deploy.ssh.Ssh` one that is reached by SSH: whatever goes through
+here works on both.
 """
 
 from __future__ import annotations
@@ -11,18 +10,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from deploy.errors import DeployError
+from deploy.files import read_file, write_file, write_tree
+
+if TYPE_CHECKING:
+    from deploy.ssh import Ssh
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,11 @@ class Host(Protocol):
 
     name: str
     python: str  # a Python >= 3.9 there, which runs the probe, the switch and the lock's holder
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is this machine."""
+        ...
 
     def run(
         self,
@@ -91,12 +96,36 @@ class Host(Protocol):
     def open_stream(
         self, argv: Sequence[str], env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start `argv` with pipes for stdin, stdout and stderr, out of reach of the terminal's signals."""
+        """Start `argv` with pipes for stdin, stdout and stderr, out of reach of the terminal's signals.
+
+        It ends with its stdin at the latest if it is one of ours: nothing kills it when we are killed.
+        """
+        ...
+
+    def bulk(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """`open_stream` for very much data: over a connection of its own, in nobody else's way."""
+        ...
+
+    def rsync_shell(self) -> str | None:
+        """What rsync needs for ``-e`` to reach this host, whatever name the path has before its colon.
+
+        None for this machine.
+        """
+        ...
+
+    def lost(self) -> bool:
+        """Whether there was a connection to the host that is gone; the next command makes a new one."""
+        ...
+
+    def close(self) -> None:
+        """End the connection, if there is one. The host can still be used: it connects again."""
         ...
 
 
 class Local:
     """This machine."""
+
+    is_local = True
 
     def __init__(self, name: str = "localhost", python: str = sys.executable) -> None:
         self.name = name
@@ -114,14 +143,9 @@ class Local:
         input: bytes | None = None,
         check: bool = True,
     ) -> Result:
-        began = time.monotonic()
-        result: Result | None = None
-        try:
+        with logged(self.name, argv, env, input) as ended:
             result = self._run(argv, timeout, env, input)
-        finally:
-            seconds = time.monotonic() - began
-            outcome = "no result" if result is None else f"exit code {result.code}"
-            log.debug("%s: %s -> %s in %.2f s", self.name, describe(argv, env, input), outcome, seconds)
+            ended(result)
         if check and result.code:
             raise HostError(failure(self.name, argv, result))
         return result
@@ -140,12 +164,12 @@ class Local:
             try:
                 out, err = process.communicate(input, timeout)
             except subprocess.TimeoutExpired:
-                _kill_group(process)
+                kill_group(process)
                 raise HostError(
                     f"{self.name}: {argv[0]} did not end within {timeout:g} s and was killed"
                 ) from None
             except BaseException:  # Ctrl-C: the command does not outlive us
-                _kill_group(process)
+                kill_group(process)
                 raise
         code = process.returncode
         return Result(code if code >= 0 else 128 - code, out, err)
@@ -170,60 +194,22 @@ class Local:
             raise HostError(f"{self.name}: {argv[0]} cannot be started: {error.strerror}") from None
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644, parents: bool = False) -> None:
-        target = Path(path)
         log.debug("%s: write %s (%d bytes, mode %o)", self.name, path, len(data), mode)
-        temporary = None
         try:
-            if parents:
-                target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
-            with open(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fchmod(file.fileno(), mode)
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException as error:
-            if temporary:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-            if isinstance(error, OSError):
-                raise HostError(f"{self.name}: cannot write {path}: {error.strerror}") from None
-            raise
+            write_file(path, data, mode, parents)
+        except OSError as error:
+            raise HostError(f"{self.name}: cannot write {path}: {error.strerror}") from None
 
     def write_tree(self, path: str, files: Mapping[str, bytes], *, mode: int = 0o644) -> bool:
-        target = Path(path)
-        if target.exists():
-            return False
         log.debug("%s: write %s/ (%d files)", self.name, path, len(files))
-        temporary = None
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", dir=target.parent))
-            for name, data in files.items():
-                file = temporary / name
-                if not file.resolve().is_relative_to(temporary.resolve()):
-                    raise ValueError(f"{name!r} leads out of {path}")
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(data)
-                file.chmod(mode)
-            temporary.chmod(0o755)
-            os.rename(temporary, target)
-        except BaseException as error:
-            if temporary:
-                shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, OSError):
-                if target.exists():  # somebody else was faster; a rename never replaces a filled directory
-                    return False
-                raise HostError(f"{self.name}: cannot write {path}: {error.strerror}") from None
-            raise
-        return True
+            return write_tree(path, files, mode)
+        except OSError as error:
+            raise HostError(f"{self.name}: cannot write {path}: {error.strerror}") from None
 
     def read(self, path: str) -> bytes | None:
         try:
-            return Path(path).read_bytes()
-        except (FileNotFoundError, NotADirectoryError, ProcessLookupError):  # the last one: below /proc
-            return None
+            return read_file(path)
         except OSError as error:
             raise HostError(f"{self.name}: cannot read {path}: {error.strerror}") from None
 
@@ -236,22 +222,56 @@ class Local:
         except (FileNotFoundError, PermissionError) as error:
             raise HostError(f"{self.name}: cannot start {argv[0]}: {error.strerror}") from None
 
+    def bulk(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        return self.open_stream(argv, env)
+
+    def rsync_shell(self) -> None:
+        return None
+
+    def lost(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
 
 class Address(Protocol):
     """What `connect` needs of a host's settings."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def address(self) -> str: ...
 
 
-def connect(settings: Address) -> Local:
-    """The host that `settings` describe. Raises DeployError for one that cannot be reached yet."""
-    if settings.name in LOCAL_NAMES:
+def connect(settings: Address, *, accept_new_host_key: bool = False) -> Local | Ssh:
+    """The host that `settings` describe. It is reached at its first use, not here.
+
+    With `accept_new_host_key`, a host key that nobody has seen before is written to known_hosts; one that has
+    changed is refused all the same. Raises DeployError for an address that cannot be one.
+    """
+    address = settings.address or settings.name
+    if address in LOCAL_NAMES:
         return Local(settings.name)
-    raise DeployError(
-        f"{settings.name} is another machine, and this version deploys to localhost only: "
-        "install Drafthouse there and run fab on it, until deploys over SSH arrive"
-    )
+    from deploy.ssh import Ssh  # here, because it builds on what is above
+
+    python = getattr(settings, "python_for_tools", None) or "python3"
+    return Ssh(settings.name, address, python, accept_new_host_key=accept_new_host_key)
+
+
+@contextlib.contextmanager
+def logged(
+    name: str, argv: Sequence[str], env: Mapping[str, str] | None, input: bytes | None
+) -> Iterator[Callable[[Result], None]]:
+    """Write one line for a command to the debug log when it has ended, with its exit code and its time."""
+    began = time.monotonic()
+    results: list[Result] = []
+    try:
+        yield results.append
+    finally:
+        outcome = f"exit code {results[0].code}" if results else "no result"
+        seconds = time.monotonic() - began
+        log.debug("%s: %s -> %s in %.2f s", name, describe(argv, env, input), outcome, seconds)
 
 
 def describe(argv: Sequence[str], env: Mapping[str, str] | None, input: bytes | None) -> str:
@@ -272,7 +292,7 @@ def failure(host: str, argv: Sequence[str], result: Result) -> str:
     return f"{host}: {argv[0]} failed ({how})" + (f": {lines[-1].strip()}" if lines else "")
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill the command and what it started, and let go of its pipes, which a stray child may hold open."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

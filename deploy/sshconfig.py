@@ -1,13 +1,22 @@
-"""Which hosts the SSH configuration knows. Connecting is Fabric's; here only the names are looked up."""
+"""What the SSH configuration says of hosts, and the configuration that our own connections use.
+
+Which file is meant is in DRAFTHOUSE_SSH_CONFIG (as with `ssh -F`), else ~/.ssh/config and the system's.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import glob
+import os
+import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.errors import USAGE, DeployError
+
+VARIABLE = "DRAFTHOUSE_SSH_CONFIG"
 DEFAULT = Path("~/.ssh/config")
 _DEPTH = 16  # OpenSSH's own limit for Include
 
@@ -36,8 +45,9 @@ def _matches(block: tuple[str, ...], name: str) -> bool:
     )
 
 
-def read(path: Path = DEFAULT) -> SshHosts:
-    """Read the file and what it includes (paramiko does not follow `Include`), as far as it can be read."""
+def read(path: Path | None = None) -> SshHosts:
+    """Read the file and what it includes, as far as it can be read."""
+    path = path or Path(os.environ.get(VARIABLE) or DEFAULT)
     blocks: list[tuple[str, ...]] = []
     _read(path.expanduser(), path.expanduser().parent, blocks, 0)
     return SshHosts(tuple(blocks))
@@ -64,3 +74,58 @@ def _read(path: Path, base: Path, blocks: list[tuple[str, ...]], depth: int) -> 
         for word in words:
             for found in sorted(glob.glob(str(base / Path(word).expanduser()))):
                 _read(Path(found), base, blocks, depth + 1)
+
+
+# -- connecting --------------------------------------------------------------------------------------------
+
+_ADDRESS = re.compile(
+    r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?P<host>\[[^\]]+\]|[^:@]+|[^@]*:[^@]*:[^@]*)(?::(?P<port>\d+))?/?"
+)
+_SAFE = re.compile(r"[A-Za-z0-9_.%+\\@:\[\]/~-]+")
+
+
+def target(address: str) -> list[str]:
+    """ssh's words for an address: ``gpu-box``, ``root@10.0.0.7``, ``root@box:2222``, ``[fe80::1]:22``.
+
+    Raises DeployError for one that no SSH host can have: it might end up in a shell (ProxyCommand's %h).
+    """
+    found = _ADDRESS.fullmatch(address)
+    if not found or not _SAFE.fullmatch(address) or address.startswith("-") or found["host"].startswith("-"):
+        raise DeployError(
+            f"{address!r} is no address for ssh; write it like gpu-box, root@10.0.0.7 or root@gpu-box:2222",
+            code=USAGE,
+        )
+    words = ["-p", found["port"]] if found["port"] else []
+    words += ["-l", found["user"]] if found["user"] else []
+    return [*words, "--", found["host"].strip("[]")]
+
+
+def own(*, accept_new: bool, interactive: bool, environment: Mapping[str, str] = os.environ) -> str:
+    """The text of the configuration for our connections: what we insist on, then the user's own.
+
+    ssh takes the first value that it finds for each setting, and hands the file on to the ssh of a ProxyJump,
+    so that jump hosts are checked, and given up on, in the same way.
+    """
+    chosen = environment.get(VARIABLE)
+    # ~ is ssh's own word for the home of the user: not always HOME.
+    included = [os.path.abspath(chosen)] if chosen else ["~/.ssh/config", "/etc/ssh/ssh_config"]
+    lines = [
+        f"BatchMode {'no' if interactive else 'yes'}",
+        f"StrictHostKeyChecking {'accept-new' if accept_new else 'yes'}",
+        *_INSISTED,
+        *(f'Include "{path}"' for path in included),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_INSISTED = (
+    "ConnectTimeout 10",
+    "ServerAliveInterval 5",  # with the next: a lost link shows within 20 s
+    "ServerAliveCountMax 3",
+    "ClearAllForwardings yes",  # a LocalForward of the user's is taken by the user's own session
+    "ForwardX11 no",
+    "PermitLocalCommand no",
+    "RemoteCommand none",
+    "RequestTTY no",
+    "LogLevel ERROR",  # no banners
+)

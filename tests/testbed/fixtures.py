@@ -11,6 +11,7 @@ import pytest
 from . import base_image
 from .docker import Compose, Docker
 from .engine import Engine
+from .gpubox import GpuBox
 from .place import CHECKOUT, work_directory
 from .sshd import SshServer
 
@@ -69,6 +70,29 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def gpubox() -> Iterator[GpuBox]:
+    """Another machine to SSH, without an engine. Mark the test `root` and `sshd`."""
+    # Whatever engine this machine may have is none of the box's.
+    box = GpuBox({"DOCKER_HOST": "unix:///run/no-engine-on-this-box.sock"})
+    box.start()
+    try:
+        yield box
+    finally:
+        box.stop()
+
+
+@pytest.fixture(scope="session")
+def docker_box(engine: Docker) -> Iterator[GpuBox]:
+    """Another machine to SSH, with the testbed's engine and Compose. Mark the test `engine` and `sshd`."""
+    box = GpuBox({**engine.environment, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+    box.start()
+    try:
+        yield box
+    finally:
+        box.stop()
 
 
 @pytest.fixture(scope="session")

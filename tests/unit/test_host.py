@@ -9,13 +9,13 @@ import stat
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deploy.errors import DeployError
 from deploy.host import HostError, Local, connect, describe
 
 SHOW = (
@@ -220,14 +220,18 @@ def test_a_stream_takes_and_gives_bytes_while_it_runs():
         assert process.wait(30) == 0
 
 
-def test_only_this_machine_can_be_reached_for_now():
-    class Settings:
-        def __init__(self, name: str) -> None:
-            self.name = name
+@dataclass
+class Settings:
+    name: str
+    address: str = ""
 
+
+def test_settings_say_which_machine_is_meant_and_nothing_is_connected_before_it_is_used():
     assert isinstance(connect(Settings("localhost")), Local)
-    with pytest.raises(DeployError, match="gpu-box is another machine"):
-        connect(Settings("gpu-box"))
+    assert isinstance(connect(Settings("here", "127.0.0.1")), Local)
+    box = connect(Settings("gpu-box"))
+    assert not box.is_local
+    assert (box.name, box.python, box.lost()) == ("gpu-box", "python3", False)
 
 
 def gone(pid: int) -> bool:

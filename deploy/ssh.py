@@ -1,0 +1,557 @@
+"""A host that is reached by SSH, with the OpenSSH client: whatever ~/.ssh/config says works by itself.
+
+There is one connection: a master that every command shares, at most two of them at once (a command, and one
+stream beside it), so that sshd's MaxSessions of 2 is enough. What moves very much data has a connection of
+its own. The master ends when we do, however we end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import selectors
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from deploy import files as on_files
+from deploy import sshconfig, sshfailure
+from deploy.host import SCRIPT_FLAGS, HostError, Result, describe, failure, kill_group, logged
+from deploy.sshcommand import COMMAND, Process, Request, killing
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT = 30.0  # seconds for a connection with all its jumps; ssh itself gives each of them 10
+BEGIN_TIMEOUT = 30.0  # seconds that a login may take to start a stream
+FILE_TIMEOUT = 300.0  # seconds for a file or a tree of them
+KILL_TIMEOUT = 5.0
+ATTEMPTS = 5  # at a connection that the server closes before its banner: too many at once (MaxStartups)
+REFUSED = b"session request failed"  # of a server whose MaxSessions are in use
+
+# Arguments: a directory, ssh's words. Becomes ssh; what stays beside it ends ssh, and removes the directory,
+# when our end of stdin closes without a word, which is when we were killed.
+_WATCHED = """\
+trap "" INT QUIT
+directory=$1
+shift
+exec 3<&0 </dev/null
+(trap "" HUP; IFS= read -r word <&3 || { kill "$$"; rm -rf -- "$directory"; }) >/dev/null 2>&1 &
+exec 3<&-
+exec "$@"
+"""
+
+
+class LostError(HostError):
+    """The connection broke off while a command ran."""
+
+
+class Ssh:
+    """A machine that `ssh ADDRESS` reaches. Connects at its first use, and again after a loss."""
+
+    is_local = False
+
+    def __init__(
+        self,
+        name: str,
+        address: str = "",
+        python: str = "python3",
+        *,
+        accept_new_host_key: bool = False,
+        interactive: bool | None = None,
+    ) -> None:
+        self.name = name
+        self.address = address or name
+        self.python = python
+        self._accept_new = accept_new_host_key
+        self._interactive = interactive
+        self._target = sshconfig.target(self.address)
+        self._running = threading.RLock()  # one command at a time
+        self._connecting = threading.RLock()
+        self._place: _Place | None = None
+        self._master: _Master | None = None
+        self._stream: subprocess.Popen[bytes] | None = None
+
+    def __repr__(self) -> str:
+        return f"Ssh({self.name!r}, {self.address!r})"
+
+    # -- the connection ------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Connect, unless there is a connection. Raises HostError, with what to do, if that fails."""
+        with self._connecting:
+            if self._master is not None and self._master.alive():
+                return
+            self._end_master()
+            place = self._own_place()
+            began = time.monotonic()
+            for attempt in range(ATTEMPTS):
+                master = _Master(place, [*self._ssh(place), "-v", "-N"], self._target, place.interactive)
+                errors = master.wait_connected(None if place.interactive else CONNECT_TIMEOUT)
+                if errors is None:
+                    self._master = master
+                    log.debug("%s: connected in %.2f s", self.name, time.monotonic() - began)
+                    return
+                if attempt + 1 == ATTEMPTS or not sshfailure.is_busy(errors):
+                    raise HostError(sshfailure.explain(self.name, self.address, errors, CONNECT_TIMEOUT))
+                time.sleep(0.2 * 2**attempt)
+
+    def lost(self) -> bool:
+        return self._master is not None and not self._master.alive()
+
+    def close(self) -> None:
+        with self._connecting:
+            self._end_master()
+            if self._place is not None:
+                self._place.remove()
+                self._place = None
+
+    def _end_master(self) -> None:
+        if self._master is not None:
+            self._master.end()
+            self._master = None
+
+    def _own_place(self) -> _Place:
+        if self._place is None or not self._place.path.is_dir():
+            interactive = sys.stdin is not None and sys.stdin.isatty()
+            if self._interactive is not None:
+                interactive = self._interactive
+            self._place = _Place(self._accept_new, interactive)
+        return self._place
+
+    @staticmethod
+    def _ssh(place: _Place) -> list[str]:
+        return ["ssh", "-F", str(place.config), "-T"]
+
+    def _own_words(self) -> list[str]:
+        """ssh for a connection of its own."""
+        place = self._own_place()
+        return [*self._ssh(place), "-o", "ControlMaster=no", "-o", "ControlPath=none", *self._target]
+
+    def _shared_words(self) -> list[str]:
+        """ssh for one more session of the master."""
+        assert self._master is not None
+        # Without the master ssh would connect by itself, unasked: a proxy that is none keeps it from that.
+        never = ["-o", "ControlMaster=no", "-o", "ProxyCommand=false", "-o", "LogLevel=ERROR"]
+        return ["ssh", "-F", "none", "-T", "-a", "-x", "-S", self._master.socket, *never, "master"]
+
+    # -- commands ------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        env: Mapping[str, str] | None = None,
+        input: bytes | None = None,
+        check: bool = True,
+    ) -> Result:
+        with self._running, logged(self.name, argv, env, input) as ended:
+            result = self._run(argv, timeout, env, input)
+            ended(result)
+        if check and result.code:
+            if result.code == 127 and argv[0] == self.python and not result.out:
+                raise HostError(self._no_python())
+            raise HostError(failure(self.name, argv, result))
+        return result
+
+    def _run(
+        self, argv: Sequence[str], timeout: float, env: Mapping[str, str] | None, input: bytes | None
+    ) -> Result:
+        self.connect()
+        talk = self._talk(argv, env, input or b"")
+        for again in (True, False):
+            self._to_its_end(talk, argv, timeout)
+            if talk.begun is not None or not again:
+                break
+            if REFUSED in talk.err:  # all sessions that the server allows are in use
+                talk = self._talk(argv, env, input or b"", shared=False)
+            elif self._connection_ended(talk):  # it had been lost before: nothing was started
+                self.connect()
+                talk = self._talk(argv, env, input or b"")
+            else:
+                break
+        return self._result(talk, argv)
+
+    def _to_its_end(self, talk: _Talk, argv: Sequence[str], timeout: float) -> None:
+        try:
+            talk.to_its_end(time.monotonic() + timeout)
+        except TimeoutError:
+            killed = self._give_up(talk)
+            began = "" if talk.begun else " (its login there has not come to an end either)"
+            what = "and was killed" if killed else "and could not be killed: it may go on there"
+            raise HostError(
+                f"{self.name}: {argv[0]} did not end within {timeout:g} s {what}{began}"
+            ) from None
+        except BaseException:  # Ctrl-C: the command does not outlive us
+            self._give_up(talk)
+            raise
+
+    def _talk(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        input: bytes = b"",
+        *,
+        shared: bool = True,
+    ) -> _Talk:
+        """Start a command in a session of the master, or over a connection of its own."""
+        request = Request(argv, env or {})
+        try:
+            data = request.encode() + input
+        except ValueError as error:  # a NUL byte, or a variable's name with '=' in it
+            raise HostError(f"{self.name}: {argv[0]} cannot be started: {error}") from None
+        try:
+            process = subprocess.Popen(
+                [*(self._shared_words() if shared else self._own_words()), COMMAND],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # no Ctrl-C of the terminal
+            )
+        except FileNotFoundError:
+            raise HostError(sshfailure.NO_CLIENT) from None
+        return _Talk(request, data, process, shared)
+
+    def _result(self, talk: _Talk, argv: Sequence[str]) -> Result:
+        code = talk.process.returncode
+        code = code if code >= 0 else 128 - code
+        if talk.begun is None:
+            if self._connection_ended(talk):
+                raise LostError(f"{self.name}: the connection was lost before {argv[0]} began{self._why()}")
+            why = talk.err.decode(errors="replace").strip() or talk.out.decode(errors="replace").strip()
+            last = f": {why.splitlines()[-1].strip()}" if why else ""
+            raise HostError(
+                f"{self.name}: the login there does not run commands (exit code {code}{last}); "
+                f"give its user a shell (chsh), or name another user in fabric.yaml"
+            )
+        err, own = talk.request.errors(bytes(talk.err))
+        out = bytes(talk.out[talk.start :])
+        if talk.begun == "missing":
+            return Result(127, b"", f"there is no program {argv[0]!r}".encode())
+        if talk.begun == "denied":
+            return Result(126, b"", f"{argv[0]!r} may not be executed".encode())
+        if code == 255 and not own:
+            if self._connection_ended(talk):
+                why = self._why()
+                killed = self._kill(talk.remote)
+                rest = "it was killed there" if killed else "what it has started there may go on"
+                raise LostError(f"{self.name}: the connection was lost while {argv[0]} ran{why}; {rest}")
+            raise HostError(f"{self.name}: {argv[0]} ended without an exit code: its shell there was killed")
+        return Result(code, out, err)
+
+    def _no_python(self) -> str:
+        return (
+            f"{self.name}: there is no {self.python} there, which Drafthouse needs (3.9 or later); "
+            f"fab bootstrap --host {self.name} installs it"
+        )
+
+    def _connection_ended(self, talk: _Talk) -> bool:
+        """Whether the connection is gone. A session that ended with it may be a moment earlier to say so."""
+        return not talk.shared or self._master is None or self._master.gone_within(1.0)
+
+    def _why(self) -> str:
+        words = sshfailure.last_words(self._master.errors() if self._master else "")
+        return f" ({words})" if words else ""
+
+    # -- ending what runs there ----------------------------------------------------------------------------
+
+    def _give_up(self, talk: _Talk) -> bool:
+        """Kill a command there and our end of it. Whether nothing of it is left."""
+        with contextlib.suppress(OSError):
+            talk.read_for(0)
+        kill_group(talk.process)
+        return talk.begun in ("missing", "denied") or self._kill(talk.remote)
+
+    def _kill(self, process: Process | None) -> bool:
+        if process is None:
+            return False
+        lives = self._master is not None and self._master.alive()
+        for shared in (True, False) if lives else (False,):  # the session to be ended may be one too many
+            with contextlib.suppress(HostError, TimeoutError, OSError):
+                talk = self._talk(killing(process), shared=shared)
+                try:
+                    talk.to_its_end(time.monotonic() + KILL_TIMEOUT)
+                finally:
+                    kill_group(talk.process)
+                if talk.begun is not None:
+                    return talk.process.returncode == 0
+        return False
+
+    # -- streams -------------------------------------------------------------------------------------------
+
+    def open_stream(
+        self, argv: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        log.debug("%s: open %s", self.name, describe(argv, env, None))
+        self.connect()
+        if self._stream is not None and self._stream.poll() is None:
+            return self._open(argv, env, shared=False)
+        process = self._open(argv, env, shared=True)
+        self._stream = process
+        return process
+
+    def bulk(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        log.debug("%s: open %s over a connection of its own", self.name, describe(argv, env, None))
+        self.connect()
+        return self._open(argv, env, shared=False)
+
+    def _open(
+        self, argv: Sequence[str], env: Mapping[str, str] | None, *, shared: bool
+    ) -> subprocess.Popen[bytes]:
+        talk = self._talk(argv, env, shared=shared)
+        try:
+            talk.until_begun(time.monotonic() + BEGIN_TIMEOUT)
+        except TimeoutError:
+            kill_group(talk.process)
+            raise HostError(
+                f"{self.name}: the login there did not start {argv[0]} within {BEGIN_TIMEOUT:g} s; "
+                "look for what waits in its shell's start-up files"
+            ) from None
+        except BaseException:
+            kill_group(talk.process)
+            raise
+        if talk.begun == "begun":
+            os.set_blocking(_pipe(talk.process.stdin).fileno(), True)
+            return talk.process
+        kill_group(talk.process)
+        if talk.begun is None and REFUSED in talk.err:
+            return self._open(argv, env, shared=False)
+        result = self._result(talk, argv)  # raises if the command did not begin
+        if result.code == 127 and argv[0] == self.python:
+            raise HostError(self._no_python())
+        why = {127: "No such file or directory", 126: "Permission denied"}.get(
+            result.code, "it ended at once"
+        )
+        raise HostError(f"{self.name}: cannot start {argv[0]}: {why}")
+
+    def rsync_shell(self) -> str:
+        self.connect()
+        place = self._own_place()
+        script = place.path / "rsh"
+        # The name that rsync gives is only good for its messages: we know whom we mean.
+        script.write_text(f'shift\nexec {shlex.join(self._own_words())} "$@"\n')
+        return f"sh {script}"
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    def write(self, path: str, data: bytes, *, mode: int = 0o644, parents: bool = False) -> None:
+        log.debug("%s: write %s (%d bytes, mode %o)", self.name, path, len(data), mode)
+        request = on_files.request("write", path, {"": data}, mode=mode, parents=parents)
+        self._ask(request, f"cannot write {path}")
+
+    def write_tree(self, path: str, files: Mapping[str, bytes], *, mode: int = 0o644) -> bool:
+        on_files.check_names(path, files)
+        log.debug("%s: write %s/ (%d files)", self.name, path, len(files))
+        said, _ = self._ask(on_files.request("write_tree", path, files, mode=mode), f"cannot write {path}")
+        return bool(said["ok"])
+
+    def read(self, path: str) -> bytes | None:
+        said, data = self._ask(on_files.request("read", path, {}), f"cannot read {path}")
+        return data if said["ok"] else None
+
+    def _ask(self, request: bytes, what: str) -> tuple[dict[str, Any], bytes]:
+        program = Path(on_files.__file__).read_bytes() + b"\nanswer()\n"
+        argv = [self.python, *SCRIPT_FLAGS, "-c", _FROM_STDIN, str(len(program))]
+        result = self.run(argv, timeout=FILE_TIMEOUT, input=program + request)
+        head, _, data = result.out.partition(b"\n")
+        try:
+            said = json.loads(head)
+        except ValueError:
+            raise HostError(f"{self.name}: {what}: the answer there was {result.out[:200]!r}") from None
+        if "error" in said:
+            raise HostError(f"{self.name}: {what}: {said['error']}")
+        return said, data
+
+
+_FROM_STDIN = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv[1])), 'files', 'exec'))"
+
+
+class _Place:
+    """A private directory for ssh's configuration and its socket. Goes when it is forgotten."""
+
+    def __init__(self, accept_new: bool, interactive: bool) -> None:
+        base = tempfile.gettempdir()
+        # A socket's path has at most 104 bytes on some systems, and ssh adds 17 for a while; in a control
+        # path it reads %, $ and ~ in its own way.
+        if len(base) > 60 or not re.fullmatch(r"[A-Za-z0-9/_.+-]*", base):
+            base = "/tmp"
+        self.path = Path(tempfile.mkdtemp(prefix="drafthouse-", dir=base))
+        self.config = self.path / "config"
+        self.interactive = interactive
+        self.config.write_text(sshconfig.own(accept_new=accept_new, interactive=interactive))
+        self.remove = weakref.finalize(self, shutil.rmtree, self.path, True)
+
+
+class _Master:
+    """The connection that sessions share: an `ssh -M -N`, and what ends it when we are killed."""
+
+    def __init__(self, place: _Place, words: list[str], target: list[str], interactive: bool) -> None:
+        # Another name for each: one that was lost may not have removed its own yet.
+        self.socket = str(place.path / f"s{time.monotonic_ns() % 10**9}")
+        share = ["-M", "-S", self.socket, "-o", "ControlPersist=no"]
+        self._lines: deque[str] = deque(maxlen=400)
+        try:
+            self._process = subprocess.Popen(
+                ["sh", "-c", _WATCHED, "drafthouse-ssh", str(place.path), *words, *share, *target],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                # ssh may have to ask for a passphrase: then it needs our terminal.
+                start_new_session=not interactive,
+            )
+        except FileNotFoundError:
+            raise HostError(sshfailure.NO_CLIENT) from None
+        self._reader = threading.Thread(
+            target=_collect, args=(_pipe(self._process.stderr), self._lines), daemon=True
+        )
+        self._reader.start()
+        self.end = weakref.finalize(self, _end, self._process)
+
+    def wait_connected(self, seconds: float | None) -> str | None:
+        """Wait until sessions can be opened. What ssh said if it ended or `seconds` passed; None: it can."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        try:
+            while not os.path.exists(self.socket):
+                if self._process.poll() is not None:
+                    return self.errors()
+                if deadline is not None and time.monotonic() > deadline:
+                    self.end()
+                    return f"{self.errors()}\n{sshfailure.TOO_LONG}"
+                time.sleep(0.005)
+        except BaseException:
+            self.end()
+            raise
+        return None
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def gone_within(self, seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return not self.alive()
+
+    def errors(self) -> str:
+        """What ssh has said on stderr."""
+        if not self.alive():
+            self._reader.join(1)
+        return "\n".join(self._lines)
+
+
+def _collect(pipe: IO[bytes], lines: deque[str]) -> None:
+    for line in pipe:
+        lines.append(line.decode(errors="replace").rstrip())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        _pipe(process.stdin).write(b"end\n")  # so that the watcher beside it does not kill a pid, ours or not
+        _pipe(process.stdin).close()
+    if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(3)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class _Talk:
+    """One command's session: what goes in, what has come out, and how far it has got."""
+
+    def __init__(self, request: Request, data: bytes, process: subprocess.Popen[bytes], shared: bool) -> None:
+        self.request = request
+        self.shared = shared  # with the master's connection
+        self.process = process
+        self.out = bytearray()
+        self.err = bytearray()
+        self.begun: str | None = None
+        self.remote: Process | None = None
+        self.start = 0  # where the command's own output begins in `out`
+        self._data = memoryview(data)
+        self._open = {_pipe(pipe) for pipe in (process.stdin, process.stdout, process.stderr)}
+        os.set_blocking(_pipe(process.stdin).fileno(), False)
+
+    def to_its_end(self, deadline: float) -> None:
+        """Feed it and read until it has ended. Raises TimeoutError at `deadline` (time.monotonic)."""
+        while self._open:
+            self._step(deadline, 65536, close_input=True)
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+
+    def until_begun(self, deadline: float) -> None:
+        """Go on until the command's own output begins, and not a byte further; or until the session ends."""
+        err_mark = f"\n{self.request.token}\n".encode()
+        while self.process.stdout in self._open and self.begun is None:
+            self._step(deadline, 1, close_input=False)
+        if self.begun is None:
+            self.to_its_end(deadline)
+        while self.begun == "begun" and self.process.stderr in self._open and err_mark not in self.err:
+            self._step(deadline, 1, close_input=False)
+
+    def read_for(self, seconds: float) -> None:
+        """What is there to be read, without waiting longer than that."""
+        with contextlib.suppress(TimeoutError):
+            while self._open:
+                self._step(time.monotonic() + seconds, 65536, close_input=True)
+
+    def _step(self, deadline: float, size: int, *, close_input: bool) -> None:
+        stdin, stdout = _pipe(self.process.stdin), _pipe(self.process.stdout)
+        with selectors.DefaultSelector() as selector:
+            for pipe in self._open:
+                if pipe is not stdin:
+                    selector.register(pipe, selectors.EVENT_READ)
+                elif self._data or close_input:
+                    selector.register(pipe, selectors.EVENT_WRITE)
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError
+        for key, _ in ready:
+            if key.fileobj is stdin:
+                self._feed(stdin, close_input)
+            else:
+                pipe = stdout if key.fileobj is stdout else _pipe(self.process.stderr)
+                self._take(pipe, self.out if pipe is stdout else self.err, size)
+
+    def _feed(self, stdin: IO[bytes], close_input: bool) -> None:
+        try:
+            if self._data:
+                self._data = self._data[os.write(stdin.fileno(), self._data[:65536]) :]
+        except BlockingIOError:
+            return
+        except OSError:  # it reads no more
+            self._data = self._data[:0]
+        if not self._data and close_input:
+            self._open.discard(stdin)
+            with contextlib.suppress(OSError):
+                stdin.close()
+
+    def _take(self, pipe: IO[bytes], into: bytearray, size: int) -> None:
+        data = os.read(pipe.fileno(), size)
+        if not data:
+            self._open.discard(pipe)
+            return
+        into += data
+        if into is self.out and self.begun is None and b"\n" in data:
+            found = self.request.begin(bytes(into))
+            if found:
+                self.begun, self.remote, self.start = found
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe

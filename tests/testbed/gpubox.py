@@ -1,0 +1,311 @@
+"""The "gpu-box": another machine to SSH, in a network and a mount namespace of this one.
+
+It has an address, a home and users of its own, and a strict sshd (MaxSessions 2, MaxStartups 3). The file
+system is this machine's, so that a test can look at what was written there; except for /root, /home, /etc's
+users and /var/lib/drafthouse, which are the box's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pwd
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .delay import Link
+from .place import CHECKOUT, TestbedError, run
+
+ALIAS, JUMP, SLOW = "gpu-box", "gpu-box-jump", "slow-box"
+ROUND_TRIP = 0.060  # seconds, of slow-box
+OTHER_PORT = 2222  # the same server
+INNER_PORT = 2200  # the same server, on the box's own loopback: only who jumps over the box gets there
+USERS = {"ada": "/bin/bash", "nobody-home": "/usr/sbin/nologin"}  # name: shell
+LOCKS = Path("/run/drafthouse-gpu-boxes")
+_SUBNETS = 62  # 10.231.8.0/30 and following: as many boxes at once as there are
+
+
+class GpuBox:
+    """One box. `ssh_config` is a client's configuration; nothing of the user's ~/.ssh is read or written."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self.set_environment = dict(environment or {})
+        self.directory = Path()
+        self.address = ""
+        self.number = -1
+        self.link: Link | None = None
+        self._lock: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # where things are
+
+    @property
+    def home(self) -> Path:
+        """Root's home there, as seen from here."""
+        return self.directory / "root"
+
+    @property
+    def state(self) -> Path:
+        """A state directory that has the same path here and there."""
+        return self.directory / "state"
+
+    @property
+    def shm(self) -> Path:
+        return Path(f"/dev/shm/drafthouse-box{self.number}")
+
+    @property
+    def ssh_config(self) -> Path:
+        return self.directory / "client" / "config"
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.directory / "client" / "known_hosts"
+
+    @property
+    def identity(self) -> Path:
+        return self.directory / "client" / "id"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "sshd.log"
+
+    @property
+    def namespace(self) -> str:
+        return f"drafthouse-box{self.number}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a client needs in its environment to know the box."""
+        return {"DRAFTHOUSE_SSH_CONFIG": str(self.ssh_config)}
+
+    def settings(self, **changes: Any) -> dict[str, Any]:
+        """What fabric.yaml says of it."""
+        return {
+            "address": ALIAS,
+            "state": str(self.state),
+            "shm": str(self.shm),
+            "python": sys.executable,
+            **changes,
+        }
+
+    def project(self, path: Path, **changes: Any) -> Path:
+        """A directory to run `fab` in: the fabfile and recipes of this checkout, and a fabric.yaml with the box.
+
+        `changes` are settings of gpu-box. gpu-box-jump and slow-box have entries with the same settings.
+        """
+        import yaml
+
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "fabfile.py").symlink_to(CHECKOUT / "fabfile.py")
+        shutil.copytree(CHECKOUT / "runs", path / "runs")
+        hosts = {name: self.settings(**{**changes, "address": name}) for name in (ALIAS, JUMP, SLOW)}
+        top = {"tasks": {"executor_class": "deploy.executor.Parallel"}, "drafthouse": {"hosts": hosts}}
+        (path / "fabric.yaml").write_text(yaml.safe_dump(top))
+        return path
+
+    # its life
+
+    def start(self, seconds: float = 20) -> None:
+        """Bring it up and wait until it can be reached. Raises TestbedError otherwise."""
+        self._lock, self.number = _take_number()
+        remove_namespace(self.number)  # of a session that was killed
+        self.address = f"10.231.{8 + self.number // 64}.{self.number % 64 * 4 + 2}"
+        self.directory = Path(tempfile.mkdtemp(prefix="drafthouse-box-"))
+        os.chmod(self.directory, 0o755)  # containers and other users look for their files below
+        try:
+            self._network()
+            self._files()
+            self._serve(seconds)
+            self.link = Link((self.address, 22), ROUND_TRIP)
+            self.link.start()
+            self._client(self.link.port)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End everything that runs in it, and take it away."""
+        if self.link is not None:
+            self.link.stop()
+            self.link = None
+        if self.number >= 0:
+            remove_namespace(self.number)
+        if self._process is not None:
+            self._process.wait(10)
+            self._process = None
+        shutil.rmtree(self.shm, ignore_errors=True)
+        if self.directory != Path():
+            shutil.rmtree(self.directory, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def pids(self) -> list[int]:
+        """The processes that run in it."""
+        return _pids(self.number)
+
+    def run(self, *words: str | Path, user: str = "root", **options: Any) -> str:
+        """Run `words` there by plain ssh, for tests that look at it; their output."""
+        command = " ".join(shlex.quote(str(word)) for word in words)
+        return run(["ssh", "-F", self.ssh_config, "-l", user, ALIAS, command], **options).stdout
+
+    def _network(self) -> None:
+        outside, inside = f"dh-box{self.number}", f"dh-box{self.number}i"
+        first = self.address.rpartition(".")
+        here = f"{first[0]}.{int(first[2]) - 1}"
+        run(["ip", "netns", "add", self.namespace])
+        run(["ip", "link", "add", outside, "type", "veth", "peer", "name", inside, "netns", self.namespace])
+        run(["ip", "addr", "add", f"{here}/30", "dev", outside])
+        run(["ip", "link", "set", outside, "up"])
+        within = ["ip", "-n", self.namespace]
+        run([*within, "addr", "add", f"{self.address}/30", "dev", inside])
+        run([*within, "link", "set", inside, "up"])
+        run([*within, "link", "set", "lo", "up"])
+        run([*within, "route", "add", "default", "via", here])
+
+    def _files(self) -> None:
+        for name in ("root", "home", "etc", "client", "client/hosts.d", "keys", "var-lib", "state"):
+            (self.directory / name).mkdir(mode=0o755)
+        self.shm.mkdir(mode=0o755, exist_ok=True)
+        for key in (self.identity, self.directory / "keys" / "host"):
+            run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "drafthouse-testbed", "-f", key])
+        allowed = self.identity.with_suffix(".pub").read_text()
+        lines = {name: Path("/etc", name).read_text() for name in ("passwd", "group", "shadow")}
+        (self.directory / "keys" / "root").write_text(allowed)
+        for number, (name, shell) in enumerate(USERS.items(), 20001):
+            home = self.directory / "home" / name
+            home.mkdir()
+            os.chown(home, number, number)
+            (self.directory / "keys" / name).write_text(allowed)
+            lines["passwd"] += f"{name}:x:{number}:{number}::/home/{name}:{shell}\n"
+            lines["group"] += f"{name}:x:{number}:\n"
+            lines["shadow"] += f"{name}:*:20000:0:99999:7:::\n"
+        for name, text in lines.items():
+            (self.directory / "etc" / name).write_text(text)
+        (self.directory / "etc" / "shadow").chmod(0o600)
+        server = [
+            "Port 22",
+            f"ListenAddress {self.address}:22",
+            f"ListenAddress {self.address}:{OTHER_PORT}",
+            f"ListenAddress 127.0.0.1:{INNER_PORT}",
+            f"HostKey {self.directory}/keys/host",
+            f"PidFile {self.directory}/sshd.pid",
+            f"AuthorizedKeysFile {self.directory}/keys/%u",
+            "StrictModes no",
+            "UsePAM no",
+            "PasswordAuthentication no",
+            "KbdInteractiveAuthentication no",
+            "PermitRootLogin prohibit-password",
+            "Subsystem sftp internal-sftp",
+            "MaxStartups 3",
+            "MaxSessions 2",
+            "LogLevel VERBOSE",
+        ]
+        if self.set_environment:  # one line: sshd takes the first SetEnv only
+            server.append("SetEnv " + " ".join(f'"{k}={v}"' for k, v in self.set_environment.items()))
+        (self.directory / "sshd_config").write_text("\n".join(server) + "\n")
+
+    def _serve(self, seconds: float) -> None:
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd's empty directory for privilege separation
+        Path("/var/lib/drafthouse").mkdir(exist_ok=True)  # to have something to mount on
+        box, root = self.directory, Path(pwd.getpwuid(0).pw_dir)
+        steps = []
+        for prefix in {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}:
+            if prefix.is_relative_to(root):  # the Python of the tests, and what it has: there too
+                inside = self.home / prefix.relative_to(root)
+                inside.mkdir(parents=True, exist_ok=True)
+                steps.append(["mount", "--bind", prefix, inside])
+        steps += [["mount", "--rbind", self.home, root], ["mount", "--bind", box / "home", "/home"]]
+        steps += [["mount", "--bind", box / "etc" / name, f"/etc/{name}"] for name in ("passwd", "group")]
+        steps += [["mount", "--bind", box / "etc" / "shadow", "/etc/shadow"]]
+        steps += [["mount", "--bind", box / "var-lib", "/var/lib/drafthouse"]]
+        steps += [["cd", "/"], ["exec", "/usr/sbin/sshd", "-D", "-f", box / "sshd_config", "-E", self.log]]
+        script = " && ".join(" ".join(shlex.quote(str(word)) for word in step) for step in steps)
+        # Not `ip netns exec`, which remounts /sys and so hides the cgroups.
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "-m", "--propagation", "private"]
+        with open(self.directory / "start.log", "wb") as output:
+            self._process = subprocess.Popen(
+                [*enter, "sh", "-c", script],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + seconds
+        while self._process.poll() is None and time.monotonic() < deadline:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((self.address, 22), 1) as connection,
+            ):
+                if connection.recv(4) == b"SSH-":
+                    return
+            time.sleep(0.02)
+        said = (self.directory / "start.log").read_text(errors="replace")
+        said += self.log.read_text(errors="replace") if self.log.exists() else ""
+        raise TestbedError(f"the gpu-box's sshd did not come up:\n{said[-2000:]}")
+
+    def _client(self, slow_port: int) -> None:
+        kind, key, *_ = (self.directory / "keys" / "host.pub").read_text().split()
+        names = [self.address, f"[{self.address}]:{OTHER_PORT}"]
+        names += [f"[127.0.0.1]:{INNER_PORT}", f"[127.0.0.1]:{slow_port}"]
+        self.known_hosts.write_text("".join(f"{name} {kind} {key}\n" for name in names))
+        common = [
+            "User root",
+            f"IdentityFile {self.identity}",
+            "IdentitiesOnly yes",
+            "IdentityAgent none",
+            f"UserKnownHostsFile {self.known_hosts}",
+            "GlobalKnownHostsFile /dev/null",
+        ]
+        hosts = {
+            ALIAS: [f"HostName {self.address}"],
+            f"{ALIAS}-port": [f"HostName {self.address}", f"Port {OTHER_PORT}"],
+            JUMP: ["HostName 127.0.0.1", f"Port {INNER_PORT}", f"ProxyJump {ALIAS}"],
+            SLOW: ["HostName 127.0.0.1", f"Port {slow_port}"],
+        }
+        for name, lines in hosts.items():  # by Include, as people with many hosts have it
+            text = f"Host {name}\n" + "".join(f"  {line}\n" for line in [*lines, *common])
+            (self.ssh_config.parent / "hosts.d" / name).write_text(text)
+        self.ssh_config.write_text(f"Include {self.ssh_config.parent}/hosts.d/*\n")
+
+
+def _take_number() -> tuple[int, int]:
+    """The descriptor that holds a number, and the number: other sessions have boxes beside ours."""
+    LOCKS.mkdir(exist_ok=True)
+    for number in range(_SUBNETS):
+        descriptor = os.open(LOCKS / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor, number
+        os.close(descriptor)
+    raise TestbedError(f"{_SUBNETS} gpu-boxes are up on this machine: wait for some to end")
+
+
+def remove_namespace(number: int, seconds: float = 10) -> None:
+    """End what runs in a box, and remove its network."""
+    deadline = time.monotonic() + seconds
+    while pids := _pids(number):
+        if time.monotonic() > deadline:
+            raise TestbedError(f"these processes of a gpu-box cannot be ended: {pids}")
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    run(["ip", "link", "del", f"dh-box{number}"], check=False)
+    run(["ip", "netns", "del", f"drafthouse-box{number}"], check=False)
+
+
+def _pids(number: int) -> list[int]:
+    done = run(["ip", "netns", "pids", f"drafthouse-box{number}"], check=False)
+    return [int(word) for word in done.stdout.split()] if done.returncode == 0 else []
