@@ -14,6 +14,7 @@ from deploy.errors import DeployError
 from deploy.host import HostError, Local
 
 ON_HOST = onhost.needed(evidence.PROBE[-1]) + onhost.needed(switch.JOB[-1]) + onhost.needed(lock.HOLDER[-1])
+ON_HOST += onhost.needed("deploy.boot") + onhost.needed("deploy.unitfile")
 ON_HOST = tuple(sorted({*ON_HOST, "deploy.errors"}))
 
 
