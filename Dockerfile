@@ -31,9 +31,11 @@ RUN set -eu; \
       rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/log/apt /var/log/dpkg.log; \
     fi; \
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the base image has Python "+sys.version.split()[0]+": 3.11 or later is needed")'
-# The same ids on every build, so that a volume written by one image can be read by the next.
+# The same ids on every build, so that a volume written by one image can be read by the next. A run's user may be
+# another one, which has to pass through its home to what is mounted below.
 RUN groupadd --gid 10001 drafthouse \
- && useradd --uid 10001 --gid drafthouse --home-dir /var/lib/drafthouse --create-home --shell /usr/sbin/nologin drafthouse
+ && useradd --uid 10001 --gid drafthouse --home-dir /var/lib/drafthouse --create-home --shell /usr/sbin/nologin drafthouse \
+ && chmod 755 /var/lib/drafthouse
 
 # What the trainer needs, as a file of its own: the next stage is built again only if *this list* changes,
 # not with every other line of pyproject.toml.

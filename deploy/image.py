@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import posixpath
 import tarfile
 import tomllib
 from collections.abc import Callable, Mapping
@@ -21,10 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from deploy import onhost, shipping
 from deploy.errors import DeployError
-from deploy.host import Host
+from deploy.host import Host, Local
 
 REPOSITORY = "drafthouse"
+HERE = "this machine"
+DIGEST_LABEL = "drafthouse.digest"
+PACKAGES_LABEL = "drafthouse.packages"
+SURVEY_TIMEOUT = 60.0  # seconds; an engine under load takes a while to answer
+BUILD_TIMEOUT = 7200.0  # seconds; PyTorch with CUDA over a slow line takes an hour
+SILENCE = 120.0  # seconds; a build or load gives a sign of life every 15
 Action = Literal["there", "build", "ship"]
 Build = Literal["host", "local"]
 Report = Callable[[str], None]
@@ -110,15 +116,105 @@ def make(host: Host, state: str, image: Image, action: Action, report: Report) -
 
 def build_on_host(host: Host, state: str, image: Image, report: Report) -> None:
     """Build `image` with the host's engine, packages too unless they are there. Raises DeployError."""
-    raise NotImplementedError
+    if not _survey(host, state, image.packages)["id"]:
+        report(f"{host.name}: building the packages of the image; this takes minutes, once")
+        _build(host, _images(state), image.packages, image.files, _for_packages(image), report)
+    _add_code(host, state, image, report)
 
 
 def ship(host: Host, state: str, image: Image, report: Report) -> None:
-    """Bring the packages of `image` from this machine's engine, then its code. Raises DeployError.
+    """Bring the packages of `image` from this machine's engine, then add its code there. Raises DeployError.
 
     What an interrupted ship has brought is used by the next one; nothing half ever has a tag.
     """
-    raise NotImplementedError
+    there = _survey(host, state, image.packages)
+    if not there["id"]:
+        here = build_here(image, there["architecture"], report)
+        # The engine may be the same one, as on localhost.
+        if not _survey(host, state, image.packages)["id"]:
+            shipping.send(host, _images(state), here, image.packages, there, report)
+    _add_code(host, state, image, report)
+
+
+def build_here(image: Image, architecture: str, report: Report) -> str:
+    """Build the packages of `image` with this machine's engine, unless it has them; returns their name here.
+
+    `architecture` is the host's: where this machine has another, the engine emulates it. Raises DeployError.
+    """
+    local = Local(HERE)
+    cache = str(shipping.cache())
+    found = onhost.ask(local, "deploy.image_store:survey", cache, HERE, image.packages, timeout=SURVEY_TIMEOUT)
+    foreign = found["architecture"] != architecture
+    reference = f"{image.packages}-{architecture}" if foreign else image.packages
+    if foreign:
+        other = onhost.ask(local, "deploy.image_store:image_id", HERE, reference, timeout=SURVEY_TIMEOUT)
+        found = {**found, "id": other}
+    if not found["id"]:
+        report(f"{HERE}: building the packages of the image; this takes minutes, once")
+        settings = _for_packages(image)
+        if foreign:
+            settings["platforms"] = [f"linux/{architecture}"]
+        _build(local, cache, reference, image.files, settings, report)
+    return reference
+
+
+def _survey(host: Host, state: str, reference: str) -> dict[str, Any]:
+    found: dict[str, Any] = onhost.ask(
+        host, "deploy.image_store:survey", _images(state), host.name, reference, timeout=SURVEY_TIMEOUT
+    )
+    return found
+
+
+def _add_code(host: Host, state: str, image: Image, report: Report) -> None:
+    files = {name: data for name, data in image.files.items() if name.partition("/")[0] in ("Dockerfile", *CODE)}
+    settings = {
+        "args": {"PACKAGES": image.packages},
+        "network": "none",  # nothing of it is fetched: this works on a host that reaches no network at all
+        "labels": {DIGEST_LABEL: image.digest, PACKAGES_LABEL: image.packages},
+    }
+    _build(host, _images(state), image.reference, files, settings, report)
+    report(f"{host.name}: image {image.reference} is there")
+
+
+def _for_packages(image: Image) -> dict[str, Any]:
+    return {"target": "packages", "args": dict(image.arguments), "labels": {PACKAGES_LABEL: image.packages}}
+
+
+def _build(
+    host: Host,
+    images: str,
+    reference: str,
+    files: Mapping[str, bytes],
+    settings: Mapping[str, Any],
+    report: Report,
+) -> None:
+    onhost.ask(
+        host,
+        "deploy.image_store:build",
+        images,
+        host.name,
+        reference,
+        settings,
+        BUILD_TIMEOUT,
+        data=_tar(files),
+        timeout=SILENCE,
+        progress=lambda text: report(f"{host.name}: {text}"),
+    )
+
+
+def _images(state: str) -> str:
+    return f"{state}/images"
+
+
+def _tar(files: Mapping[str, bytes]) -> bytes:
+    """`files` as a tar that depends on nothing else."""
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for name, data in sorted(files.items()):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return whole.getvalue()
 
 
 # -- what goes in ------------------------------------------------------------------------------------------

@@ -77,12 +77,7 @@ class Engine:
 
     def answers(self) -> bool:
         """Whether it answers a ping."""
-        with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):
-            connection.settimeout(5)
-            connection.connect(str(self.socket))
-            connection.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
-            return b" 200 " in connection.recv(64)
-        return False
+        return answers(self.socket)
 
     def stop(self) -> None:
         """End it and everything that it started; give the lock back."""
@@ -93,6 +88,16 @@ class Engine:
             LOCK.unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
+
+
+def answers(path: Path) -> bool:
+    """Whether the engine behind the socket `path` answers a ping."""
+    with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):
+        connection.settimeout(5)
+        connection.connect(str(path))
+        connection.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
+        return b" 200 " in connection.recv(64)
+    return False
 
 
 def take_lock() -> int:
@@ -144,7 +149,7 @@ def processes() -> list[tuple[int, str]]:
 
 def mounts() -> list[str]:
     """Mount points of our engine, deepest first."""
-    roots = [str(RUN), str(work_directory() / "engine")]
+    roots = [str(RUN), f"{RUN}-2", str(work_directory() / "engine"), str(work_directory() / "engine-2")]
     with contextlib.suppress(OSError):
         roots.append((RUN / "data").read_text())
     with open("/proc/self/mounts", encoding="utf-8") as table:
@@ -167,7 +172,8 @@ def stop_leftovers() -> None:
         for directory, _, _ in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
-    shutil.rmtree(RUN, ignore_errors=True)
+    for place in (RUN, RUN.with_name(f"{RUN.name}-2")):
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _end_processes(seconds: float = 20) -> None:

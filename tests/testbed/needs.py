@@ -16,6 +16,7 @@ ENGINE = {
     "ip": "iproute2",
     "nsenter": "util-linux",
     "mmdebstrap": "mmdebstrap",
+    "rsync": "rsync",  # images are shipped with it
 }
 SSHD = {"/usr/sbin/sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
 ALWAYS = {"tini": "tini"}  # without it the product is tested in its fallback only

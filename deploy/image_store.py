@@ -1,0 +1,527 @@
+"""An engine's side of an image: building it, taking in what was shipped, loading it.
+
+Runs ON the host (and, for a build here, on this machine), as what `onhost.ask` calls. Standard library only,
+Python >= 3.9. `where` is the machine's name in sentences; `images` is the directory `<state>/images`:
+
+    blobs/<sha256>       layers and configuration of the last ship, each checked; what the next one builds on
+    incoming/            what a ship is bringing; .partial/ in it is what an interrupted one has brought
+    seeds/<sha256>       the old layer that a new one most resembles, for rsync to take the difference to
+    shipped.json         which blobs make the image, in order
+    load.json, load.lock the load in progress or the last one, and who does it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Optional
+
+from deploy.errors import DeployError
+from deploy.sizes import age, size
+
+BLOCK = 1 << 20
+ASK_TIMEOUT = 30.0  # seconds for a question to the engine
+SIGN_OF_LIFE = 15.0  # seconds between two reports of something that takes long
+STALL = 120.0  # seconds in which a load takes no byte
+DIGEST_RATE = 20e6  # bytes a second that an engine unpacks at the very least
+LEFTOVER = 86400.0  # seconds after which what a ship has left in incoming/ belongs to nobody
+
+Progress = Callable[[str], None]
+
+
+def survey(images: str, where: str, reference: str) -> dict[str, Any]:
+    """What a ship has to know of this machine before it starts. `reference` is the image in question."""
+    architecture, root = _docker(
+        where, "info", "--format", "{{.Architecture}}\t{{.DockerRootDir}}"
+    ).partition("\t")[::2]
+    Path(images).mkdir(parents=True, exist_ok=True)
+    return {
+        "id": image_id(where, reference),
+        "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(architecture, architecture),
+        "free_bytes": _free(images),
+        # None for an engine whose disk is not in sight, such as Docker Desktop's.
+        "engine_free_bytes": _free(root.strip()),
+        "rsync": shutil.which("rsync"),
+    }
+
+
+def image_id(where: str, reference: str) -> Optional[str]:
+    """The id of an image that the engine has; None if it has none of that name."""
+    try:
+        return _docker(where, "image", "inspect", "--format", "{{.Id}}", reference).strip()
+    except DeployError as error:
+        if "No such image" in str(error):
+            return None
+        raise
+
+
+def _free(path: str) -> Optional[int]:
+    with contextlib.suppress(OSError):
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+    return None
+
+
+def _docker(where: str, *words: str, timeout: float = ASK_TIMEOUT) -> str:
+    """`docker WORDS`, a question that takes no time. Raises DeployError."""
+    try:
+        done = subprocess.run(
+            ["docker", *words], stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False
+        )
+    except FileNotFoundError:
+        raise DeployError(f"{where} has no docker client: fab bootstrap says what to install") from None
+    except subprocess.TimeoutExpired:
+        raise DeployError(
+            f"the engine on {where} did not answer docker {words[0]} within {timeout:.0f} s: "
+            "see journalctl -u docker there"
+        ) from None
+    if done.returncode:
+        raise DeployError(f"docker {words[0]} failed on {where}: {_last(done.stderr)}")
+    return done.stdout.decode(errors="replace")
+
+
+def _last(text: bytes) -> str:
+    lines = [line.strip() for line in text.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+# -- building ----------------------------------------------------------------------------------------------
+
+
+def build(
+    images: str,
+    where: str,
+    reference: str,
+    settings: Mapping[str, Any],
+    timeout: float,
+    data: bytes = b"",
+    progress: Progress = print,
+) -> None:
+    """Build `data`, a tar of the context, by Compose with its `build:` `settings`; tag it `reference` at the end.
+
+    Raises DeployError with the step that failed and its last line. When the one who asked is gone, it ends.
+    """
+    os.makedirs(images, exist_ok=True)
+    directory = tempfile.mkdtemp(prefix=".build-", dir=images)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as context:
+            for member in context:
+                target = os.path.join(directory, member.name)
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                source = context.extractfile(member)
+                assert source
+                with open(target, "wb") as file:
+                    shutil.copyfileobj(source, file)
+                os.chmod(target, 0o644)
+        service = {"image": reference, "build": {"context": directory, **settings}}
+        file_name = os.path.join(directory, "compose.build.json")
+        with open(file_name, "w", encoding="utf-8") as described:
+            json.dump({"name": "drafthouse-image", "services": {"image": service}}, described)
+        argv = ["docker", "compose", "--file", file_name, "build", "image"]
+        _watch_build(argv, where, timeout, progress)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _watch_build(argv: Sequence[str], where: str, timeout: float, progress: Progress) -> None:
+    # Plain lines instead of a screen that is redrawn; and the engine's own builder, whose images it can use at
+    # once, whatever buildx is set to.
+    environment = {**os.environ, "BUILDKIT_PROGRESS": "plain", "BUILDX_BUILDER": "default", "COMPOSE_BAKE": "false"}
+    try:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+        )
+    except FileNotFoundError:
+        raise DeployError(f"{where} has no docker client: fab bootstrap says what to install") from None
+    said = Said()
+    reader = threading.Thread(target=said.read, args=(process.stdout,), daemon=True)
+    reader.start()
+    began = told = time.monotonic()
+    try:
+        while process.poll() is None:
+            said.news.wait(1)
+            now = time.monotonic()
+            for step in said.steps():
+                progress(step)
+                told = now
+            if now - told > SIGN_OF_LIFE:
+                progress(f"building for {age(now - began)}: {said.last}")
+                told = now
+            if now - began > timeout:
+                raise DeployError(
+                    f"the build on {where} did not end within {age(timeout)}, it was at {said.step!r}: "
+                    f"its last line was: {said.last}"
+                )
+    finally:
+        if process.poll() is None:  # too long, or nobody listens any more
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    reader.join(5)
+    for step in said.steps():
+        progress(step)
+    if process.returncode:
+        raise DeployError(said.reason(where))
+
+
+class Said:
+    """What BuildKit's plain progress tells: which step it is at, and why it failed."""
+
+    def __init__(self) -> None:
+        self.news = threading.Event()
+        self.step = "its start"
+        self.last = "nothing yet"
+        self._new: list[str] = []
+        self._steps: dict[str, str] = {}  # "#12" -> "[base 2/3] RUN …"
+        self._output: dict[str, str] = {}  # "#12" -> its last line of output
+        self._failed = ""
+
+    def read(self, stream: Optional[IO[bytes]]) -> None:
+        for line in stream or ():
+            self.take(line.decode(errors="replace").rstrip())
+
+    def take(self, line: str) -> None:
+        number, _, rest = line.partition(" ")
+        if not number.startswith("#") or not number[1:].isdigit():
+            if line.strip():
+                self.last = line.strip()
+        elif rest.startswith("["):
+            step = _short(rest.replace("[image ", "[", 1))  # Compose names its service
+            if number not in self._steps and not step.startswith("[internal]"):
+                self.step = step
+                self._new.append(step)
+                self.news.set()
+            self._steps[number] = step
+        elif rest.startswith("ERROR"):
+            self._failed = number
+            self._output.setdefault(number, rest.partition(" ")[2])
+        elif rest and not rest.startswith(("DONE", "CACHED", "sha256:", "...")):
+            self.last = (rest.split(" ", 1)[-1] if rest[0].isdigit() else rest).strip() or self.last
+            self._output[number] = self.last
+
+    def steps(self) -> list[str]:
+        """The steps that have begun since the last call."""
+        self.news.clear()
+        found, self._new = self._new, []
+        return found
+
+    def reason(self, where: str) -> str:
+        step = self._steps.get(self._failed)
+        if step is None:
+            return f"the image could not be built on {where}: {self.last}"
+        return f"the image could not be built on {where}, at {step}: {self._output[self._failed]}"
+
+
+def _short(text: str, longest: int = 90) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+# -- taking in what was shipped ----------------------------------------------------------------------------
+
+
+def wanted(images: str, where: str, blobs: Sequence[Sequence[Any]], unpacked: bool = True) -> dict[str, Any]:
+    """Which of `blobs`, pairs of (sha256, bytes) in the image's order, have to come, and where to put them.
+
+    Makes ready for them: what interrupted ships have left is put where rsync goes on from it. Raises
+    DeployError if they would not fit.
+    """
+    root = Path(images)
+    incoming, seeds = root / "incoming", root / "seeds"
+    for directory in (incoming / ".partial", seeds, root / "blobs"):
+        directory.mkdir(parents=True, exist_ok=True)
+    names = {name for name, _ in blobs}
+    _clear(incoming, names)
+    for seed in seeds.iterdir():
+        seed.unlink()
+    missing = []
+    for name, count in blobs:
+        if not _has(root / "blobs" / name, count) and not _has(incoming / name, count):
+            missing.append(name)
+    previous = _json(root / "shipped.json").get("blobs") or []
+    for position, (name, _) in enumerate(blobs):
+        if name in missing:
+            _rescue(incoming, name)
+            if position < len(previous) and previous[position][0] not in names:
+                with contextlib.suppress(OSError):
+                    os.link(root / "blobs" / previous[position][0], seeds / name)
+    coming = sum(count for name, count in blobs if name in missing)
+    coming -= sum(file.stat().st_size for file in (incoming / ".partial").iterdir() if file.name in names)
+    _fits(images, where, coming, "what is shipped")
+    if unpacked:
+        # The engine keeps a copy of what it is given until it has unpacked it.
+        with contextlib.suppress(DeployError):
+            engine = _docker(where, "info", "--format", "{{.DockerRootDir}}").strip()
+            _fits(engine, where, 2 * sum(count for _, count in blobs), "what the engine unpacks")
+    return {"missing": missing, "incoming": str(incoming)}
+
+
+def _fits(path: str, where: str, needed: int, what: str) -> None:
+    free = _free(path)
+    if free is not None and needed > free:
+        raise DeployError(
+            f"{where} has {size(free)} free under {path}, and {what} takes {size(needed)}: "
+            "free space there (fab prune, docker image prune), or use another disk (state:)"
+        )
+
+
+def _has(path: Path, count: int) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size == count
+    return False
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _clear(incoming: Path, names: set) -> None:
+    """Remove what belongs to no ship of today's."""
+    for file in [*incoming.iterdir(), *(incoming / ".partial").iterdir()]:
+        with contextlib.suppress(OSError):
+            ours = file.name.lstrip(".").partition(".")[0] in names
+            if file.is_file() and not ours and time.time() - file.stat().st_mtime > LEFTOVER:
+                file.unlink()
+
+
+def _rescue(incoming: Path, name: str) -> None:
+    """rsync keeps what an interrupted transfer has brought, unless it was killed: then its own file is left."""
+    partial = incoming / ".partial" / name
+    for file in incoming.glob(f".{name}.*"):
+        with contextlib.suppress(OSError):
+            found = file.stat()
+            if time.time() - found.st_mtime < 60:
+                continue  # perhaps somebody else's transfer of now
+            if not partial.exists() or partial.stat().st_size < found.st_size:
+                os.replace(file, partial)
+            else:
+                file.unlink()
+
+
+def take_in(images: str, where: str, blobs: Sequence[Sequence[Any]], progress: Progress = print) -> None:
+    """Check what has come against its digest and put it to the other blobs. Raises DeployError if it is damaged."""
+    root = Path(images)
+    told = time.monotonic()
+    for name, count in blobs:
+        final, came = root / "blobs" / name, root / "incoming" / name
+        if _has(final, count):
+            continue
+        found = hashlib.sha256()
+        try:
+            with open(came, "rb") as file:
+                while block := file.read(BLOCK):
+                    found.update(block)
+                    if time.monotonic() - told > SIGN_OF_LIFE:
+                        progress(f"checking what has come: {size(file.tell())} of {size(count)}")
+                        told = time.monotonic()
+                os.fsync(file.fileno())
+        except FileNotFoundError:
+            raise DeployError(f"a layer of the image did not reach {where}: run the command again") from None
+        if found.hexdigest() != name:
+            came.unlink()
+            raise DeployError(
+                f"a layer of the image arrived damaged on {where} and was removed: run the command again"
+            )
+        os.replace(came, final)
+
+
+# -- loading -----------------------------------------------------------------------------------------------
+
+
+def load(
+    images: str,
+    where: str,
+    blobs: Sequence[Sequence[Any]],
+    reference: str,
+    stall: float = STALL,
+    progress: Progress = print,
+) -> str:
+    """Let the engine load the image whose layers, then configuration, are `blobs`; returns its id.
+
+    The load is a process of its own: an engine that is interrupted in one may hang in the next (moby issue
+    51623), so losing the one who asked does not end it, and whoever comes next waits for it. An engine that
+    takes nothing for `stall` seconds is given up on. Raises DeployError.
+    """
+    root = Path(images)
+    while True:
+        lock = os.open(root / "load.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                progress("the engine is loading an image for somebody else: waiting for that to end")
+                _wait(root, lock, progress)
+            found = image_id(where, reference)
+            if found:
+                return found
+            (root / "load.json").unlink(missing_ok=True)
+            _detach(lambda: _load(root, blobs, reference, stall), keep=lock)
+        finally:
+            os.close(lock)
+        break
+    lock = os.open(root / "load.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _wait(root, lock, progress)
+    finally:
+        os.close(lock)
+    outcome = _json(root / "load.json")
+    found = image_id(where, reference)
+    if outcome.get("stalled"):
+        raise DeployError(
+            f"the engine on {where} has been loading the image without a sign of life for "
+            f"{age(outcome['stalled'])}, as one does in which an earlier load was interrupted (moby issue 51623): "
+            "restart it there (systemctl restart docker; that ends its containers unless live-restore is on), "
+            "then try again"
+        )
+    if outcome.get("error") or not found:
+        reason = outcome.get("error") or "the load was killed"
+        raise DeployError(f"the engine on {where} could not load the image: {reason}")
+    _keep_only(root, blobs)
+    return found
+
+
+def _wait(root: Path, lock: int, progress: Progress) -> None:
+    """Wait until nobody holds the lock, and tell how far the one who does has come."""
+    told = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            time.sleep(0.1)
+        if time.monotonic() - told > SIGN_OF_LIFE / 3:
+            told = time.monotonic()
+            state = _json(root / "load.json")
+            sent, total = state.get("sent", 0), state.get("total", 0)
+            if total and sent >= total:
+                progress("the engine unpacks the image")
+            else:
+                progress(f"loading the image: {size(sent)} of {size(total)}")
+
+
+def _detach(work: Callable[[], None], keep: int) -> None:
+    """Run `work` in a process of its own session that nobody waits for, with the descriptor `keep` and no other."""
+    first = os.fork()
+    if first:
+        os.waitpid(first, 0)
+        return
+    try:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nothing, descriptor)
+        os.closerange(3, keep)
+        os.closerange(keep + 1, 4096)
+        work()
+    finally:
+        os._exit(0)
+
+
+def _load(root: Path, blobs: Sequence[Sequence[Any]], reference: str, stall: float) -> None:
+    """Feed the engine and keep load.json; the end of this process is the end of the load."""
+    state: dict[str, Any] = {"reference": reference, "sent": 0, "total": sum(count for _, count in blobs)}
+
+    def note(**more: Any) -> None:
+        state.update(more)
+        temporary = root / ".load.json"
+        temporary.write_text(json.dumps(state), encoding="utf-8")
+        os.replace(temporary, root / "load.json")
+
+    try:
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                ["docker", "load"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors
+            )
+            assert process.stdin
+            counter = [0]
+            feeding = threading.Thread(target=_feed, args=(process.stdin, root, blobs, reference, counter), daemon=True)
+            feeding.start()
+            changed, seen = time.monotonic(), -1
+            while process.poll() is None:
+                time.sleep(0.1)
+                if counter[0] != seen:
+                    seen, changed = counter[0], time.monotonic()
+                    note(sent=seen)
+                # It unpacks after it has taken all, without a word.
+                patience = stall if feeding.is_alive() else stall + state["total"] / DIGEST_RATE
+                if time.monotonic() - changed > patience:
+                    process.kill()
+                    process.wait()
+                    note(stalled=patience)
+                    return
+            if process.returncode:
+                errors.seek(0)
+                note(error=_last(errors.read()))
+            else:
+                note(done=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            note(error=error.strerror or str(error))
+
+
+def _feed(
+    pipe: IO[bytes], root: Path, blobs: Sequence[Sequence[Any]], reference: str, counter: list[int]
+) -> None:
+    """Write the archive that `docker load` takes: the engine tags the image when it has all of it."""
+    with contextlib.suppress(OSError), pipe:
+        for block in archive(root / "blobs", blobs, reference):
+            pipe.write(block)
+            counter[0] += len(block)
+
+
+def archive(directory: Path, blobs: Sequence[Sequence[Any]], reference: str) -> Iterator[bytes]:
+    """The blocks of a tar of the image: every engine since 1.10 reads this kind."""
+    *layers, configuration = [name for name, _ in blobs]
+    manifest = [{"Config": configuration, "RepoTags": [reference], "Layers": layers}]
+    described = json.dumps(manifest).encode()
+    yield _header("manifest.json", len(described)) + described + b"\0" * (-len(described) % tarfile.BLOCKSIZE)
+    for name, count in dict((name, (name, count)) for name, count in blobs).values():
+        yield _header(name, count)
+        with open(directory / name, "rb") as file:
+            while block := file.read(BLOCK):
+                yield block
+        yield b"\0" * (-count % tarfile.BLOCKSIZE)
+    yield b"\0" * 2 * tarfile.BLOCKSIZE
+
+
+def _header(name: str, count: int) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.size = count
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def _keep_only(root: Path, blobs: Sequence[Sequence[Any]]) -> None:
+    """The image is there: keep its blobs for the next ship to build on, and nothing else."""
+    names = {name for name, _ in blobs}
+    temporary = root / ".shipped.json"
+    temporary.write_text(json.dumps({"blobs": [list(blob) for blob in blobs]}), encoding="utf-8")
+    os.replace(temporary, root / "shipped.json")
+    for directory in (root / "blobs", root / "seeds"):
+        for file in directory.iterdir():
+            if file.name not in names or directory.name == "seeds":
+                file.unlink(missing_ok=True)

@@ -1,0 +1,281 @@
+"""An image to a host without a registry: `docker save` here, rsync of what the host lacks, `docker load` there.
+
+The layers travel as files named by their SHA-256, uncompressed, so that rsync can resume in the middle of one
+and takes of a new layer only what differs from the old one in its place. On the host deploy.image_store
+checks them and has the engine load them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import posixpath
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from deploy import onhost
+from deploy.errors import DeployError
+from deploy.host import Host
+from deploy.sizes import size
+
+BLOCK = 1 << 20
+SIGN_OF_LIFE = 10.0  # seconds between two words on a transfer
+LINK_TIMEOUT = 30  # seconds without a byte, after which rsync gives up
+SILENCE = 180.0  # seconds; a load gives a sign of life every 5, but a disk may be busy
+SPARE = 1.05  # of the bytes to keep free
+
+Report = Callable[[str], None]
+Blobs = Sequence[tuple[str, int]]  # (SHA-256, bytes) of each layer from the bottom up, then of the configuration
+
+
+def cache() -> Path:
+    """Where this machine keeps the layers of the last image that it shipped."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    directory = Path(base).expanduser() / "drafthouse" / "images"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def send(
+    host: Host, images: str, here: str, reference: str, there: Mapping[str, Any], report: Report
+) -> None:
+    """Bring the image that this machine's engine calls `here` to the host's engine, as `reference`.
+
+    `images` is the host's directory for this, `there` what its survey found. Raises DeployError; then what
+    has arrived is kept, and the next call goes on from it.
+    """
+    if shutil.which("rsync") is None:
+        raise DeployError("this machine has no rsync, which ships images: install it (apt install rsync, brew install rsync)")
+    if not there["rsync"]:
+        raise DeployError(f"{host.name} has no rsync, which ships images: fab bootstrap --host {host.name} installs it")
+    directory, blobs = export(here, report)
+    found = onhost.ask(host, "deploy.image_store:wanted", images, host.name, blobs, timeout=60)
+    if found["missing"]:
+        sizes = dict(blobs)
+        total = sum(sizes[name] for name in found["missing"])
+        report(f"{host.name}: shipping {size(total)} of the image's {size(sum(sizes.values()))}")
+        began = time.monotonic()
+        sent = rsync(host, directory, found["missing"], found["incoming"], total, report)
+        report(f"{host.name}: {size(sent)} travelled in {time.monotonic() - began:.0f} s")
+    told = _prefixed(host, report)
+    onhost.ask(
+        host, "deploy.image_store:take_in", images, host.name, blobs, timeout=SILENCE, progress=told
+    )
+    onhost.ask(
+        host, "deploy.image_store:load", images, host.name, blobs, reference, timeout=SILENCE, progress=told
+    )
+
+
+def _prefixed(host: Host, report: Report) -> Report:
+    return lambda text: report(f"{host.name}: {text}")
+
+
+# -- out of the engine here --------------------------------------------------------------------------------
+
+
+def export(reference: str, report: Report) -> tuple[Path, Blobs]:
+    """The layers of an image of this machine's engine as files; returns their directory and what they are.
+
+    They are kept until another image is shipped: a second host, or a second try, need not wait for them.
+    """
+    done = _docker("image", "inspect", "--format", "{{.Id}}", reference)
+    name = done.strip().removeprefix("sha256:")[:12]
+    place = cache()
+    with open(place / "export.lock", "w") as lock:
+        _wait_for(lock, report)
+        final = place / name
+        if not (final / "blobs.json").exists():
+            for old in place.iterdir():
+                if old.is_dir():
+                    shutil.rmtree(old, ignore_errors=True)
+            partial = place / f".{name}"
+            partial.mkdir()
+            try:
+                found = _save(reference, partial, report)
+                (partial / "blobs.json").write_text(json.dumps(found))
+                partial.rename(final)
+            except OSError as error:
+                raise DeployError(
+                    f"the image's layers cannot be kept under {place}: {error.strerror}; make room there, or "
+                    "set XDG_CACHE_HOME to another disk"
+                ) from None
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return final, [(name, count) for name, count in json.loads((final / "blobs.json").read_text())]
+
+
+def _wait_for(lock: IO[str], report: Report) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        report("another deploy on this machine takes the image out of the engine: waiting for it")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _docker(*words: str) -> str:
+    done = subprocess.run(["docker", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise DeployError(f"docker {words[0]} failed on this machine: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _save(reference: str, directory: Path, report: Report) -> Blobs:
+    """`docker save` into `directory`, each file under its SHA-256; what is no layer is dropped."""
+    report("taking the image out of this machine's engine")
+    process = subprocess.Popen(
+        ["docker", "save", reference], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout and process.stderr
+    try:
+        found, manifest = _unpack(process.stdout, directory, report)
+        errors = process.stderr.read().decode(errors="replace").strip()
+        if process.wait() or not manifest:
+            raise DeployError(f"docker save failed on this machine: {errors or 'it gave no manifest'}")
+    except tarfile.TarError:
+        errors = process.stderr.read().decode(errors="replace").strip()
+        raise DeployError(f"docker save failed on this machine: {errors or 'its output ended early'}") from None
+    finally:
+        if process.poll() is None:
+            process.kill()
+        with process:
+            pass
+    blobs = [found[_resolved(name)] for name in [*manifest[0]["Layers"], manifest[0]["Config"]]]
+    for file in directory.iterdir():
+        if file.name not in dict(blobs):
+            file.unlink()
+    return blobs
+
+
+def _unpack(
+    stream: IO[bytes], directory: Path, report: Report
+) -> tuple[dict[str, tuple[str, int]], list[dict[str, Any]]]:
+    """(member's name -> (SHA-256, bytes), manifest.json) of an archive in the format of `docker save`."""
+    found: dict[str, tuple[str, int]] = {}
+    links: dict[str, str] = {}
+    manifest: list[dict[str, Any]] = []
+    told, count = time.monotonic(), 0
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in archive:
+            name = _resolved(member.name)
+            if member.issym():  # the same layer twice
+                links[name] = _resolved(posixpath.join(posixpath.dirname(name), member.linkname))
+            elif member.islnk():
+                links[name] = _resolved(member.linkname)
+            source = archive.extractfile(member) if member.isfile() else None
+            if source is None:
+                continue
+            if name == "manifest.json":
+                manifest = json.load(source)
+                continue
+            digest, temporary = hashlib.sha256(), directory / "incoming"
+            with open(temporary, "wb") as file:
+                while block := source.read(BLOCK):
+                    digest.update(block)
+                    file.write(block)
+                    count += len(block)
+                    if time.monotonic() - told > SIGN_OF_LIFE:
+                        report(f"taking the image out of this machine's engine: {size(count)}")
+                        told = time.monotonic()
+            temporary.rename(directory / digest.hexdigest())
+            found[name] = (digest.hexdigest(), member.size)
+    for name, target in links.items():
+        if target in found:
+            found[name] = found[target]
+    return found, manifest
+
+
+def _resolved(name: str) -> str:
+    return posixpath.normpath(name)
+
+
+# -- over to the host --------------------------------------------------------------------------------------
+
+
+def rsync_command(host: Host, directory: Path, incoming: str) -> list[str]:
+    """The rsync that brings files of `directory`, whose names it reads from stdin, into `incoming` there."""
+    shell = host.rsync_shell()
+    argv = [
+        "rsync",
+        "--files-from=-",
+        "--ignore-times",  # never "the same, by its time": what is asked for is lacking
+        "--partial-dir=.partial",
+        "--copy-dest=../seeds",
+        f"--timeout={LINK_TIMEOUT}",
+        "--info=progress2,stats1",
+        "--no-inc-recursive",
+    ]
+    if shell is None:
+        return [*argv, f"{directory}/", f"{incoming}/"]
+    # Paths go over the connection itself, not through the login shell there.
+    return [*argv, "--protect-args", "--compress", "--compress-level=1", f"--rsh={shell}", f"{directory}/", f"host:{incoming}/"]
+
+
+def rsync(
+    host: Host, directory: Path, names: Sequence[str], incoming: str, total: int, report: Report
+) -> int:
+    """Run it, tell how far it is, and return the bytes that went over the wire. Raises DeployError."""
+    argv = rsync_command(host, directory, incoming)
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "LC_ALL": "C"},
+        start_new_session=True,  # Ctrl-C is ours to pass on
+    )
+    assert process.stdin and process.stdout and process.stderr
+    try:
+        with contextlib.suppress(OSError):
+            process.stdin.write("".join(f"{name}\n" for name in names).encode())
+            process.stdin.close()
+        said: list[bytes] = []
+        errors = threading.Thread(target=lambda: said.append(process.stderr.read()), daemon=True)
+        errors.start()
+        sent, told = 0, time.monotonic()
+        for line in _lines(process.stdout):
+            progress = re.match(r"\s*([\d,]+)\s+\d+%\s+(\S+/s)", line)
+            if progress and time.monotonic() - told > SIGN_OF_LIFE:
+                done = int(progress[1].replace(",", ""))
+                report(f"{host.name}: shipping: {size(done)} of {size(total)}, {progress[2]}")
+                told = time.monotonic()
+            whole = re.match(r"sent ([\d,]+) bytes\s+received ([\d,]+) bytes", line)
+            if whole:
+                sent = sum(int(number.replace(",", "")) for number in whole.groups())
+        code = process.wait()
+        errors.join(5)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)  # the other side keeps what it has
+        process.wait()
+        raise
+    finally:
+        process.stdout.close()
+    if code:
+        lines = [line for line in b"".join(said).decode(errors="replace").splitlines() if line.strip()]
+        reason = next((line for line in lines if not line.startswith("rsync error")), lines[-1] if lines else f"exit code {code}")
+        raise DeployError(
+            f"the image did not get to {host.name} whole: {reason.strip()}; run the command again, it goes on "
+            "from what has arrived"
+        )
+    return sent
+
+
+def _lines(stream: IO[bytes]) -> Iterator[str]:
+    """Lines of a progress that is redrawn: a carriage return ends one, too."""
+    rest = b""
+    while block := os.read(stream.fileno(), 1 << 16):
+        *whole, rest = re.split(rb"[\r\n]", rest + block)
+        yield from (line.decode(errors="replace") for line in whole)
+    yield rest.decode(errors="replace")

@@ -1,0 +1,73 @@
+"""What the tests of shipping share: a checkout with few packages, and a host that is another engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from testbed.docker import Docker
+from testbed.place import CHECKOUT
+
+from deploy import image
+from deploy.host import Local
+
+
+@dataclass(frozen=True)
+class Settings:
+    base: str | None = None
+    torch_index_url: str | None = None
+
+
+def small_checkout(directory: Path, requirements: Sequence[str] = ("safetensors", "pyyaml")) -> Path:
+    """The real Dockerfile and the real code, with `requirements` for what the trainer needs."""
+    for name in image.FILES:
+        shutil.copy(CHECKOUT / name, directory)
+    for name in image.CODE:
+        shutil.copytree(CHECKOUT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (directory / "pyproject.toml").read_text()
+    listed = ", ".join(f'"{one}"' for one in requirements)
+    text, count = re.subn(r"(?ms)^trainer = \[$.*?^\]$", f"trainer = [{listed}]", text)
+    assert count == 1
+    (directory / "pyproject.toml").write_text(text)
+    return directory
+
+
+def describe(root: Path) -> image.Image:
+    return image.describe(root, Settings(), "cpu")
+
+
+class Elsewhere(Local):
+    """This machine in the part of another one: `environment` is what its login would have."""
+
+    def __init__(self, environment: Mapping[str, str], name: str = "gpu-box") -> None:
+        super().__init__(name)
+        self.environment = dict(environment)
+
+    def _start(
+        self, argv: Sequence[str], env: Mapping[str, str] | None, stdin: int
+    ) -> subprocess.Popen[bytes]:
+        return super()._start(argv, {**self.environment, **(env or {})}, stdin)
+
+
+def tags(engine: Docker) -> set[str]:
+    """The names of all images that the engine has."""
+    return set(engine.run("images", "--format", "{{.Repository}}:{{.Tag}}").split())
+
+
+def holders(words: Sequence[str]) -> list[int]:
+    """The pids of the processes whose command line has all of `words`."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if all(word in line for word in words):
+                found.append(int(entry))
+    return found

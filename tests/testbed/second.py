@@ -1,0 +1,91 @@
+"""A second Docker engine, beside the testbed's: the one of another machine, which an image is shipped to.
+
+It sits in a network namespace without any way out, so that what it has can only have come by the ship.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from .engine import CGROUP, answers, mount_cgroups
+from .place import RUN, TestbedError, run, work_directory
+
+PLACE = RUN.with_name(f"{RUN.name}-2")  # known to engine.stop_leftovers by the beginning of its name
+
+
+class SecondEngine:
+    """An empty engine; all of it goes with `stop`. One at a time, under the lock of the first."""
+
+    def __init__(self) -> None:
+        self.data = work_directory() / "engine-2"
+        self.socket = PLACE / "docker.sock"
+        self.log = work_directory() / "dockerd-2.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """What DOCKER_HOST must be to reach it."""
+        return f"unix://{self.socket}"
+
+    def start(self, seconds: float = 60) -> None:
+        """Bring it up and wait until it answers. Raises TestbedError, with its last lines, if it does not."""
+        self._remove()
+        PLACE.mkdir(mode=0o755)
+        self.data.mkdir(parents=True)
+        mount_cgroups()
+        inside = ["--data-root", str(self.data), "--exec-root", str(PLACE / "exec")]
+        inside += ["--pidfile", str(PLACE / "dockerd.pid"), "--host", self.url]
+        inside += ["--cgroup-parent", f"/{CGROUP}"]
+        script = 'ip link set lo up && exec /usr/sbin/dockerd "$@"'
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                ["unshare", "--net", "sh", "-c", script, "dockerd", *inside],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + seconds
+        while not answers(self.socket):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                last = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+                self.stop()
+                raise TestbedError(f"the second dockerd did not come up ({self.log}):\n{last}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End it and remove all that it had."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)  # a test may have halted it
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+            self.process = None
+        self._remove()
+
+    def _remove(self) -> None:
+        with open("/proc/self/mounts", encoding="utf-8") as table:
+            points = [line.split(" ")[1].replace("\\040", " ") for line in table]
+        for point in sorted(points, key=len, reverse=True):
+            if point.startswith((f"{PLACE}/", f"{self.data}/")):
+                run(["umount", "-l", point], check=False)
+        for directory in (PLACE, self.data):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def end_of(pid: int, seconds: float = 10) -> None:
+    """Wait until the process `pid`, which need not be our child, is gone."""
+    deadline = time.monotonic() + seconds
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        time.sleep(0.02)
