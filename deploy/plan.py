@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Plan:
     command: tuple[str, ...] = ()
     weights: Weights | None = None
     data: str | None = None
+    data_copy: Weights | None = None  # how data get to the host, if they come from this machine
     resume: str = ""
     stop: Stop | None = None
     init: str = ""
@@ -118,7 +120,9 @@ def _text(plan: Plan) -> list[str]:
             rows += [("image", f"{plan.image}, {plan.image_words}" if plan.image_words else plan.image)]
         if plan.weights:
             rows += [("weights", plan.weights.describe())]
-        if plan.data:
+        if plan.data_copy:
+            rows += [("data", plan.data_copy.describe())]
+        elif plan.data:
             rows += [
                 ("data", plan.data if plan.data != "toy" else "toy, which the trainer makes from its target")
             ]
@@ -222,6 +226,32 @@ def _word(word: str) -> str:
     if word.isprintable():
         return shell(word)
     return "$'" + repr(word)[1:-1].replace("\\'", "'").replace("'", "\\'") + "'"  # one line, and still bash
+
+
+def diff_text(before: tuple[Mapping[str, bytes], Mapping[str, str]] | None, new: Release) -> str:
+    """`fab diff`: what differs, in words, and then each rendered file as a unified diff. Pure.
+
+    `before` is what `release.deployed` says of the deployed release. Values that look like secrets are masked;
+    empty if nothing differs.
+    """
+    if before is None:
+        return f"nothing is deployed; release {new.id} would be the first"
+    words = release.differences(before[0], before[1], new)
+    parts = ["\n".join(words)] if words else []
+    for name in sorted({*before[0], *new.files}):
+        if name.startswith("app/") or name in (release.IMAGE, release.MANIFEST):
+            continue  # (of code the words above name each file)
+        old, now = mask.both(before[0].get(name), new.files.get(name))
+        if old != now:
+            lines = difflib.unified_diff(
+                [] if old is None else old.splitlines(),
+                [] if now is None else now.splitlines(),
+                "/dev/null" if old is None else f"deployed/{name}",
+                "/dev/null" if now is None else f"rendered/{name}",
+                lineterm="",
+            )
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 # -- deciding ----------------------------------------------------------------------------------------------
@@ -328,6 +358,7 @@ def make(
         command=new.command,
         weights=survey.weights,
         data=survey.data,
+        data_copy=survey.data_copy,
         resume=_resume(survey, run),
         stop=stop_of(live, facts, run.checkpoint_timeout_seconds) if live else None,
         init=init,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from deploy import container, devices, mask, runtimes
+from deploy.checks import Check
 from deploy.errors import DeployError
+from deploy.runtimes import compose
 from deploy.settings import TOY, HostSettings, RunSettings
 from deploy.sizes import age, size
 from deploy.survey import Survey
@@ -23,29 +25,27 @@ DISK_COMMAND = 50_000_000
 DISK_TOY = 500_000_000
 DISK_MODEL = 4_000_000_000
 SHM_TOY = 20_000_000
-
-
-@dataclass(frozen=True)
-class Check:
-    """One finding. `message` says what is, `remedy` what to do; with `warning` the deploy goes on."""
-
-    name: str
-    ok: bool
-    message: str = ""
-    remedy: str = ""
-    warning: bool = False
-
-    @property
-    def sentence(self) -> str:
-        return f"{self.message}; {self.remedy}" if self.remedy else self.message
+CLOCKS_APART = 5.0  # seconds: from here on ages and "since" are misleading
 
 
 def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
     """All checks, in the order in which people would look."""
     facts = survey.facts
+    runtime, _ = runtimes.choose(host, facts, run.name)
+    found = devices.choose(run.gpus, facts, run.name, host.name, runtime)
+    if runtime == "compose":
+        weights = survey.weights.path if survey.weights else None
+        mounts = compose.mounts(run, survey.layout, weights, survey.data)
+        own = container.checks(facts, host, run, found, survey.image, mounts)
+    else:
+        own = _python(survey, host, run)
     return [
-        *_python(survey, host, run),
+        *_tools(facts, host),
+        *own,
+        *[Check("gpus", False, *_halves(problem)) for problem in found.problems],
+        *_driver(facts, host, found),
         *_unbuffered(facts.get("environment", {}), run.environment),
+        *_open_secrets(run),
         _state(facts),
         _disk(facts["state"], run),
         *_shared_memory(survey, run),
@@ -54,6 +54,7 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
         *[Check("secrets", False, *_halves(problem)) for problem in survey.secret_problems],
         *_directories(survey, run),
         *_busy(facts, run.name),
+        *_clocks(facts, host),
     ]
 
 
@@ -71,18 +72,22 @@ def warnings(found: Iterable[Check]) -> list[str]:
 # -- one subject each --------------------------------------------------------------------------------------
 
 
-def _python(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
-    facts = survey.facts
-    found = []
-    if _version(facts["python"]) < TOOLS_PYTHON:
-        found.append(
-            Check(
-                "python",
-                False,
-                f"{host.name} has Python {facts['python']}, but Drafthouse's own scripts need 3.9 or later",
-                "install a newer python3 there",
-            )
+def _tools(facts: Mapping[str, Any], host: HostSettings) -> list[Check]:
+    if _version(facts["python"]) >= TOOLS_PYTHON:
+        return []
+    return [
+        Check(
+            "tools",
+            False,
+            f"{host.name} has Python {facts['python']}, but Drafthouse's own scripts need 3.9 or later",
+            "install a newer python3 there",
         )
+    ]
+
+
+def _python(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
+    """The interpreter of the process runtime; a container brings its own."""
+    found = []
     interpreter = survey.interpreter
     if interpreter.problem:
         found.append(
@@ -166,10 +171,68 @@ def _is_off(value: str) -> bool:
     return re.fullmatch(r"\s*[-+]?0+|", value) is not None
 
 
+def _driver(facts: Mapping[str, Any], host: HostSettings, found: devices.Devices) -> list[Check]:
+    """After an upgrade of packages the loaded module is still the old one, and every CUDA call fails."""
+    gpus = facts.get("gpus") or {}
+    module, library = gpus.get("driver"), gpus.get("library")
+    if not (devices.there(facts) and module and library) or module == library or found.ids == ():
+        return []
+    return [
+        Check(
+            "driver",
+            False,
+            f"the NVIDIA driver that {host.name} has loaded is {module}, but its library is {library}: "
+            "no CUDA call would work",
+            "reboot that machine, or unload the nvidia modules and load them again",
+        )
+    ]
+
+
+def _open_secrets(run: RunSettings) -> list[Check]:
+    """Values that belong under secrets:, since what is in environment: can be read by all on the host."""
+    return [
+        Check(
+            "secrets",
+            False,
+            f"environment.{key} looks like a secret, but is kept in files of the release that all can read",
+            f"move {key} to secrets: in the run's file",
+            True,
+        )
+        for key, value in run.environment.items()
+        if value and mask.secret_name(key)
+    ]
+
+
+def _clocks(facts: Mapping[str, Any], host: HostSettings) -> list[Check]:
+    ours = facts.get("client_time")
+    apart = 0.0 if ours is None else facts["time"] - ours
+    if abs(apart) < CLOCKS_APART:
+        return [Check("clocks", True)]
+    way = "ahead of" if apart > 0 else "behind"
+    return [
+        Check(
+            "clocks",
+            False,
+            f"the clock of {host.name} is {age(abs(apart))} {way} this machine's: times in logs will not agree",
+            "set both by NTP: timedatectl set-ntp true",
+            True,
+        )
+    ]
+
+
 def _state(facts: Mapping[str, Any]) -> Check:
     state = facts["state"]
     if state["writable"]:
-        return Check("state", True)
+        owner = state.get("owner_uid")
+        if facts["uid"] != 0 or not state["exists"] or owner in (None, 0, compose.IMAGE_USER):
+            return Check("state", True)
+        return Check(
+            "state",
+            False,
+            f"the state directory {state['root']} belongs to uid {owner}, and you are root: that user could "
+            "not manage what you deploy there",
+            "deploy as its owner, or choose another with state: in fabric.yaml or DRAFTHOUSE_STATE",
+        )
     owner = state.get("owner_uid")
     whose = (
         f" (it belongs to uid {owner}, you are {facts['user']}, uid {facts['uid']})"
@@ -276,10 +339,22 @@ def _directories(survey: Survey, run: RunSettings) -> list[Check]:
 
 
 def _busy(facts: Mapping[str, Any], name: str) -> list[Check]:
-    """A switch that is under way. (A deploy that is, is found out when its lock is asked for.)"""
+    """A switch that is under way. A deploy that is only warns here: by the time of ours it may be over."""
     holder = (facts.get("switch") or {}).get(name)
     if holder is None:
-        return [Check("busy", True)]
+        other = (facts.get("locks") or {}).get(name)
+        if other is None:
+            return [Check("busy", True)]
+        who = f" by {other['by']}" if isinstance(other, Mapping) and other.get("by") else ""
+        return [
+            Check(
+                "busy",
+                False,
+                f"another deploy of {name}{who} is under way, and holds the lock",
+                "wait for it with --lock-wait SECONDS",
+                True,
+            )
+        ]
     since = holder.get("since")
     ago = f" for {age(facts['time'] - since)}" if isinstance(since, int | float) else ""
     who = f", by {holder['by']}" if holder.get("by") else ""

@@ -400,24 +400,15 @@ def git_state(root: Path) -> dict[str, Any]:
 
 def deployed(host: Host, layout: Layout, release_id: str) -> tuple[dict[str, bytes], dict[str, str]] | None:
     """(files that people compare, per-file digests) of a release on a host; None if it is not there."""
-    names = ["run.yaml", "command.json", MANIFEST]
-    found = onhost.ask(host, "deploy.lookup:contents", layout.release(release_id), names)
-    files = {key: text.encode("utf-8", "surrogateescape") for key, text in found.items() if text is not None}
-    manifest = files.pop(MANIFEST, None)
-    if manifest is None:
+    found = onhost.ask(host, "deploy.release_store:read", layout.release(release_id))
+    if found is None:
         return None
-    try:
-        digests = json.loads(manifest)["files"]
-    except (ValueError, KeyError, TypeError):
-        digests = {}
-    return files, digests
+    texts = found["files"].items()
+    return {name: text.encode("utf-8", "surrogateescape") for name, text in texts}, found["digests"]
 
 
 def damage(host: Host, layout: Layout, release: Release) -> list[str] | None:
-    """Files of this release on the host that were changed or added; None if the release is not there.
-
-    Only the manifest that was written at the end of a release says that it is there.
-    """
+    """Files of this release on the host that were changed or added; None if the release is not there."""
     found: list[str] | None = onhost.ask(host, "deploy.release_store:damage", layout.release(release.id))
     return found
 

@@ -183,6 +183,10 @@ def user(settings: RunSettings, facts: Mapping[str, Any]) -> str:
     if settings.user is not None:
         return "0:0" if settings.user == "root" else settings.user
     uid = facts["uid"]
+    if facts["engine"].get(
+        "rootless"
+    ):  # there root inside is the deployer outside, and any other uid is nobody
+        return "0:0"
     return f"{IMAGE_USER}:{IMAGE_USER}" if uid == 0 else f"{uid}:{facts.get('gid', uid)}"
 
 
@@ -257,7 +261,7 @@ def start_spec(
         ],
         "environment": client_environment(facts),
         "working_directory": release_path,
-        "container": {"project": project(layout.name), "service": SERVICE},
+        "container": {"project": project(layout.name), "service": SERVICE, "image": run.image},
         "user": _numbers(run.user, facts),
         "devices": list(run.devices or []),
     }
@@ -341,7 +345,7 @@ def _compose(facts: Mapping[str, Any], release_path: str) -> list[str]:
 
 
 def _numbers(user: str | None, facts: Mapping[str, Any]) -> list[int] | None:
-    if user is None:
+    if user is None or facts["engine"].get("rootless"):
         return None
     numbers = [int(part) for part in user.split(":")]
     return None if numbers == [facts["uid"], facts.get("gid", facts["uid"])] else numbers
