@@ -9,7 +9,9 @@ import functools
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,10 @@ from deploy.errors import USAGE, DeployError
 
 ROOT = Path(__file__).resolve().parent
 INTERRUPTED = 130
+
+if Path(sys.argv[0]).stem == "fab" and threading.current_thread() is threading.main_thread():
+    # Until a task begins, Ctrl-C ends the command at once. (Invoke would exit with 1.)
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
 
 try:  # Fabric reads this file right after us, and would answer a mistake in it with a traceback
     from deploy import yamlfile
@@ -45,7 +51,14 @@ HELP = {
     "no-install": "do not install tini, even if it is missing and we are root",
     "same": "start the deployed release again, whatever the files say now",
     "debug": "log every command that is run",
-    "out": "a directory to write the files to, instead of printing them",
+    "out": "a directory to write to",
+    "accept-new-host-key": "trust a host that SSH does not know yet (a changed key is never trusted)",
+    "rollback-on-failure": "if the new run dies before its first step, start the release before it again",
+    "build": "where the image is built: host (default) or local, then only what the host lacks travels",
+    "release": "a release of the name, instead of the previous one",
+    "what": "checkpoint (default), events, log or run",
+    "keep": "how many releases and runs of each name stay",
+    "yes": "do not ask",
 }
 
 
@@ -55,6 +68,8 @@ def menu(**flags: Any) -> Callable[[Callable[..., int | None]], Any]:
     def wrap(body: Callable[..., int | None]) -> Any:
         @functools.wraps(body)
         def run(context: Context, *args: Any, **kwargs: Any) -> None:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             kwargs["host"] = one_host(context, kwargs.get("host"))
             if kwargs.get("debug"):
                 import logging
@@ -167,16 +182,28 @@ def deploy(
     no_follow: bool = False,
     lock_wait: str = "0",
     no_install: bool = False,
+    build: str | None = None,
+    rollback_on_failure: bool = False,
+    accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
     """Make the host run what the files say, then follow the log."""
-    from deploy import actions
+    from deploy import actions, target
 
     patience = waits(lock_wait)
-    goal = actions.target(host, ROOT)
+    goal = target.one(host, ROOT, accept_new_host_key)
     wanted = actions.recipe(goal, run, name, set)
+    looks_only = dry_run or context.config.run.dry
     made, work = actions.plan_deploy(
-        "deploy", goal, wanted, install=not no_install, lock_wait=patience, progress=say
+        "deploy",
+        goal,
+        wanted,
+        install=not no_install,
+        build=build,
+        rollback=rollback_on_failure,
+        lock_wait=patience,
+        progress=say,
+        under_way=None if looks_only else functools.partial(attach, goal),
     )
     return carry_out(
         goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=patience
@@ -196,25 +223,101 @@ def restart(
     no_follow: bool = False,
     lock_wait: str = "0",
     no_install: bool = False,
+    build: str | None = None,
+    rollback_on_failure: bool = False,
+    accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
     """Save, stop, and start anew with what the files say now."""
-    from deploy import actions
+    from deploy import actions, target
 
     patience = waits(lock_wait)
-    goal = actions.target(host, ROOT)
     if same and set:
         raise DeployError(
-            "--same starts the deployed release as it is, so --set cannot change it; give one of them"
+            "--same starts the deployed release as it is, so --set cannot change it; give one of them",
+            code=USAGE,
         )
+    goal = target.one(host, ROOT, accept_new_host_key)
     if same:
         name = actions.name_of(goal, run, name)
-        made, work = actions.plan_same(goal, name, install=not no_install, lock_wait=patience)
+        made, work = actions.plan_again(
+            "restart", goal, name, install=not no_install, lock_wait=patience, progress=say
+        )
     else:
         wanted = actions.recipe(goal, run, name, set)
         made, work = actions.plan_deploy(
-            "restart", goal, wanted, install=not no_install, lock_wait=patience, progress=say
+            "restart",
+            goal,
+            wanted,
+            install=not no_install,
+            build=build,
+            rollback=rollback_on_failure,
+            lock_wait=patience,
+            progress=say,
         )
+    return carry_out(
+        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=patience
+    )
+
+
+@menu()
+def start(
+    context: Context,
+    host: str | None = None,
+    run: str | None = None,
+    name: str | None = None,
+    dry_run: bool = False,
+    json: bool = False,
+    no_follow: bool = False,
+    lock_wait: str = "0",
+    no_install: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Start the deployed release again, if no run of it is in progress."""
+    from deploy import actions, target
+
+    patience = waits(lock_wait)
+    goal = target.one(host, ROOT, accept_new_host_key)
+    name = actions.name_of(goal, run, name)
+    made, work = actions.plan_again(
+        "start", goal, name, install=not no_install, lock_wait=patience, progress=say
+    )
+    return carry_out(
+        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=patience
+    )
+
+
+@menu()
+def rollback(
+    context: Context,
+    host: str | None = None,
+    run: str | None = None,
+    name: str | None = None,
+    release: str | None = None,
+    dry_run: bool = False,
+    json: bool = False,
+    no_follow: bool = False,
+    lock_wait: str = "0",
+    no_install: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Stop, and start the release before this one, with its image."""
+    from deploy import actions, target
+
+    patience = waits(lock_wait)
+    goal = target.one(host, ROOT, accept_new_host_key)
+    name = actions.name_of(goal, run, name)
+    made, work = actions.plan_again(
+        "rollback",
+        goal,
+        name,
+        release_id=release,
+        install=not no_install,
+        lock_wait=patience,
+        progress=say,
+    )
     return carry_out(
         goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=patience
     )
@@ -230,13 +333,14 @@ def stop(
     json: bool = False,
     no_checkpoint: bool = False,
     lock_wait: str = "0",
+    accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
     """Ask for a checkpoint, wait for it, then stop the run."""
-    from deploy import actions, execute
+    from deploy import actions, execute, target
 
     patience = waits(lock_wait)
-    goal = actions.target(host, ROOT)
+    goal = target.one(host, ROOT, accept_new_host_key)
     made = actions.plan_stop(
         goal,
         actions.name_of(goal, run, name),
@@ -263,15 +367,37 @@ def plan(
     set: Any = None,
     json: bool = False,
     no_install: bool = False,
+    build: str | None = None,
+    accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
     """Show what deploy would do, and change nothing."""
-    from deploy import actions
+    from deploy import actions, target
 
-    goal = actions.target(host, ROOT)
+    goal = target.one(host, ROOT, accept_new_host_key)
     wanted = actions.recipe(goal, run, name, set)
-    made, work = actions.plan_deploy("deploy", goal, wanted, install=not no_install, progress=say)
+    made, work = actions.plan_deploy(
+        "deploy", goal, wanted, install=not no_install, build=build, progress=say
+    )
     return carry_out(goal, made, work, context, dry_run=True, json=json, no_follow=True, lock_wait=waits("0"))
+
+
+@menu(iterable=["set"])
+def diff(
+    context: Context,
+    host: str | None = None,
+    run: str | None = None,
+    name: str | None = None,
+    set: Any = None,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Show what is deployed against what would be rendered now."""
+    from deploy import actions, target
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    print(actions.diff(goal, actions.recipe(goal, run, name, set), say), flush=True)
+    return None
 
 
 def carry_out(
@@ -310,11 +436,38 @@ def carry_out(
 
 
 def failed(outcome: Any, made: Any) -> int:
-    """Say why a switch failed, with the last lines of what it started."""
+    """Say why a switch failed, with the last lines of what it started, and what can be done."""
     for line in outcome.last_lines:
         say(f"  │ {line}")
     say(f"{made.task} of {made.name} failed: {outcome.reason}")
+    steps = {step["name"] for step in outcome.steps}
+    changed = made.release_before and made.release != made.release_before
+    if "start" in steps and "rollback" not in steps and changed and made.task != "rollback":
+        where = "" if made.host == "localhost" else f" --host {made.host}"
+        say(f"fab rollback{where} --name {made.name} goes back to release {made.release_before}")
     return 1
+
+
+def attach(goal: Any, name: str, words: Any) -> None:
+    """Watch a switch that somebody else, or we before our connection was lost, has under way."""
+    from deploy import actions, show
+
+    say(f"{show.under_way(words)} of {name} is under way on {goal.settings.name}: watching it")
+    outcome = watch(goal, actions.record_of(words, goal, name))
+    if outcome.word != "done":
+        for line in outcome.last_lines:
+            say(f"  │ {line}")
+        raise DeployError(f"that switch of {name} failed: {outcome.reason}")
+
+
+def agreed(question: str, yes: bool) -> bool:
+    """Whether people want it: --yes, or their answer. Raises DeployError where nobody can be asked."""
+    if yes:
+        return True
+    if not sys.stdin.isatty() or threading.current_thread() is not threading.main_thread():
+        raise DeployError("nothing was done: there is no terminal to ask on; --yes does it", code=USAGE)
+    print(f"{question} [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 # -- looking -----------------------------------------------------------------------------------------------
@@ -329,16 +482,17 @@ def tail(
     run_id: str | None = None,
     lines: str = "20",
     no_follow: bool = False,
+    accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
     """Follow a run's log; Ctrl-C ends the following, not the run."""
-    from deploy import actions, logs
+    from deploy import actions, logs, overview, target
 
     past = whole("--lines", lines)
-    goal = actions.target(host, ROOT)
+    goal = target.one(host, ROOT, accept_new_host_key)
     facts = goal.facts()
     name = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
-    path = actions.run_path(facts, goal.settings.name, name, run_id)
+    path = overview.run_path(facts, goal.settings.name, name, run_id)
     if no_follow:
         logs.follow(goal.host, path, lines=past, out=sys.stdout.buffer, follow=False)
         return None
@@ -352,25 +506,31 @@ def status(
     name: str | None = None,
     run_id: str | None = None,
     json: bool = False,
+    accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
-    """What every run does now, by the evidence: one line each."""
+    """What every run does now, by the evidence, on every host of fabric.yaml."""
     import dataclasses
 
-    from deploy import actions
+    from deploy import overview, target
     from deploy import show as text
 
-    goal = actions.target(host, ROOT)
-    facts = goal.facts(sample=0.4)
-    if run_id is not None:
-        actions.run_path(facts, goal.settings.name, "", run_id)
-    rows = actions.rows(goal, facts, name, run_id)
+    goals = target.several(host, ROOT, accept_new_host_key)
+    found = overview.everywhere(goals, name, run_id)
+    overview.check_known(found, name, run_id)
+    rows = [row for answer in found for row in answer.rows]
     if json:
-        return show([dataclasses.asdict(row) for row in rows])
-    print(here(text.status(rows, text.colour()) or actions.nothing(goal, facts, name)))
-    for problem in facts["problems"]:
-        say(f"could not be read: {problem}")
-    return None
+        show([dataclasses.asdict(row) for row in rows])
+    elif rows:
+        print(here(text.status(rows, text.colour())))
+    for answer in found:
+        if answer.error:
+            say(answer.error)
+        elif not json and not answer.rows:
+            print(here(overview.nothing(answer.goal, answer.facts, name)))
+        for problem in answer.facts.get("problems", []):
+            say(f"could not be read: {problem}")
+    return int(any(answer.error for answer in found))
 
 
 @menu()
@@ -379,18 +539,20 @@ def runs(
     host: str | None = None,
     name: str | None = None,
     json: bool = False,
+    accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
     """The runs of a host, newest first."""
-    from deploy import actions
+    from deploy import overview, target
     from deploy import show as text
 
-    goal = actions.target(host, ROOT)
+    goal = target.one(host, ROOT, accept_new_host_key)
     facts = goal.facts()
+    overview.check_name(goal, [facts], name)
     found = [run for run in facts["runs"] if name is None or run["name"] == name]
     if json:
         return show(found)
-    print(text.runs(found, facts["time"]) if found else actions.nothing(goal, facts, name))
+    print(here(text.runs(found, facts["time"]) if found else overview.nothing(goal, facts, name)))
     return None
 
 
@@ -402,12 +564,13 @@ def render(
     name: str | None = None,
     set: Any = None,
     out: str | None = None,
+    accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
     """Print the files of the release, or write them to --out DIR."""
-    from deploy import actions
+    from deploy import actions, target
 
-    goal = actions.target(host, ROOT)
+    goal = target.one(host, ROOT, accept_new_host_key)
     release = actions.rendered(goal, actions.recipe(goal, run, name, set), say)
     if out is not None:
         actions.write_out(release, Path(out))
@@ -417,6 +580,104 @@ def render(
         if path.startswith("app/"):
             continue
         print(f"── {path}\n{data.decode()}", end="" if data.endswith(b"\n") else "\n")
-    print(f"── app/: {sum(path.startswith('app/') for path in release.files)} files of the trainer")
+    code = sum(path.startswith("app/") for path in release.files)
+    print(f"── app/: {code} files of the trainer" if code else "── the trainer's code is in the image")
     print(f"── release {release.id}")
     return None
+
+
+@menu()
+def pull(
+    context: Context,
+    host: str | None = None,
+    run: str | None = None,
+    name: str | None = None,
+    run_id: str | None = None,
+    what: str = "checkpoint",
+    out: str = "pulled",
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Bring a checkpoint, events, a log or a whole run here."""
+    from deploy import actions, target
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    name = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
+    print(actions.pull(goal, name, run_id, what, Path(out), say))
+    return None
+
+
+# -- keeping a host ----------------------------------------------------------------------------------------
+
+
+@menu()
+def prune(
+    context: Context,
+    host: str | None = None,
+    name: str | None = None,
+    keep: str = "5",
+    yes: bool = False,
+    dry_run: bool = False,
+    json: bool = False,
+    lock_wait: str = "0",
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Remove old releases, runs, images and weights that nothing uses."""
+    from deploy import actions, target
+    from deploy.sizes import size
+
+    patience, count = waits(lock_wait), whole("--keep", keep)
+    goal = target.one(host, ROOT, accept_new_host_key)
+    made = actions.plan_prune(goal, name, count)
+    if not json:
+        print(made, flush=True)
+    if dry_run or context.config.run.dry or not made.items:
+        return show({"plan": made.to_json()}) if json else None
+    if not agreed("Remove all of this?", yes):
+        say("nothing was removed")
+        return 1
+    freed, stayed = actions.prune_now(goal, made, say, patience)
+    for sentence in stayed:
+        say(f"kept: {sentence}")
+    if json:
+        return show({"plan": made.to_json(), "freed_bytes": freed, "kept": stayed})
+    print(f"{size(freed)} freed on {goal.settings.name}")
+    return None
+
+
+@menu()
+def bootstrap(
+    context: Context,
+    host: str | None = None,
+    yes: bool = False,
+    dry_run: bool = False,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Install what a Debian or Ubuntu host lacks, after saying what."""
+    from deploy import bootstrap as boots
+    from deploy import target
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    engine = goal.settings.runtime != "process"
+    made = boots.decide(goal.settings.name, boots.look(goal.host), engine=engine)
+    if json:
+        show(made.to_json())
+    else:
+        print(made, flush=True)
+    if dry_run or context.config.run.dry:
+        return None
+    if made.steps:
+        if not agreed(f"Run these {len(made.steps)} commands as root on {made.host}?", yes):
+            say("nothing was done")
+            return 1
+        boots.carry_out(made, goal.host, say)
+        left = boots.missing(boots.look(goal.host), engine=engine)
+        for sentence in left:
+            say(f"still missing: {sentence}")
+        if not left:
+            say(f"{made.host} has all that a deploy needs")
+        return int(bool(left))
+    return int(bool(made.blocked))

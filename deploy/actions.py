@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import evidence, execute, host, lock, plan, release, settings, survey
-from deploy.errors import USAGE, DeployError, nearest
+from deploy import again, execute, lock, onhost, overview, plan, release, settings, survey
+from deploy import prune as pruning
+from deploy import pull as fetching
+from deploy.errors import USAGE, DeployError, either, nearest
 from deploy.execute import Work
-from deploy.health import Verdict, number, table, verdict
-from deploy.host import Host
 from deploy.lock import Patience
 from deploy.plan import Plan
-from deploy.settings import HostSettings, Project, Recipe
+from deploy.prune import Prune
+from deploy.settings import Project, Recipe
+from deploy.target import Target
 from trainer import status
 
-QUIET = 0.0  # a probe that only looks needs no second sample
-
 Progress = Callable[[str], None]
+UnderWay = Callable[[str, Mapping[str, Any]], None]
 
 
 def silent(text: str) -> None:
     """A progress report that nobody reads."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A host, how it is reached, and what its name is set to run."""
-
-    project: Project
-    settings: HostSettings
-    host: Host
-
-    def facts(self, sample: float = QUIET) -> dict[str, Any]:
-        return evidence.collect(self.host, self.settings.state, self.settings.shm, sample=sample)
-
-
-def target(host_name: str | None, root: Path) -> Target:
-    """The host of a task. Raises DeployError for one that is unknown or cannot be reached."""
-    project = settings.load_project(root)
-    found = settings.find_host(project, host_name)
-    return Target(project, found, host.Local(found.name) if found.is_local else host.connect(found))
 
 
 def recipe(goal: Target, run: str | None, name: str | None, changes: Sequence[str] = ()) -> Recipe:
@@ -81,12 +63,20 @@ def plan_deploy(
     wanted: Recipe,
     *,
     install: bool = True,
+    build: str | None = None,
+    rollback: bool = False,
     lock_wait: Patience = lock.NONE,
     progress: Progress = silent,
+    under_way: UnderWay | None = None,
 ) -> tuple[Plan, Work]:
-    """The plan of `deploy` or `restart`, and what carrying it out needs."""
+    """The plan of `deploy` or `restart`, and what carrying it out needs.
+
+    `under_way` is called with the name and the holder's words if a switch of the name is at work; the plan is
+    made for what is there after it returns. With `rollback` the release before is started again if the new
+    run dies before its first step.
+    """
     run = wanted.settings
-    facts = _free(goal, run.name, lock_wait, progress)
+    facts = _free(goal, run.name, lock_wait, progress, under_way)
     found = survey.take(goal.project, goal.host, goal.settings, run, facts, progress)
     new = plan.make_release(found, goal.settings, run)
     old = plan.release_before(found)
@@ -100,7 +90,15 @@ def plan_deploy(
         before,
         install=install,
         run_file=shown(goal.project, wanted.path),
+        build=_where(build),
     )
+    back = again.way_back(facts, run.name, new.id) if rollback and made.acts else None
+    if rollback and made.acts:
+        if back is None:
+            none = "no release of this name but the new one was ever started here, so none can be restored"
+            made = dataclasses.replace(made, warnings=(*made.warnings, f"--rollback-on-failure: {none}"))
+        else:
+            made = dataclasses.replace(made, rollback=back[0])
     weights = found.weights.path if found.weights else None
     variables = release.environment(run, found.layout, weights, found.data)
     directory = survey.working_directory(goal.project, goal.settings, run)
@@ -112,41 +110,84 @@ def plan_deploy(
         goal.project.root,
         run.first_heartbeat_timeout_seconds,
         run.command is None,
+        **({"rollback": back[1]} if back else {}),
     )
     return made, work
 
 
-def plan_same(
-    goal: Target, name: str, *, install: bool = True, lock_wait: Patience = lock.NONE
+def _where(build: str | None) -> Any:
+    if build not in (None, "host", "local"):
+        raise DeployError(f"--build {build} must be host or local", code=USAGE)
+    return build
+
+
+def plan_again(
+    task: str,
+    goal: Target,
+    name: str,
+    *,
+    release_id: str | None = None,
+    install: bool = True,
+    lock_wait: Patience = lock.NONE,
+    progress: Progress = silent,
 ) -> tuple[Plan, Work]:
-    """The plan of `restart --same`: the newest run of the deployed release, once more."""
-    facts = _free(goal, name, lock_wait, silent)
-    current = facts["names"].get(name, {}).get("current")
-    runs = [run for run in facts["runs"] if run["name"] == name and run["run"]]
-    last = next(
-        (run for run in reversed(runs) if (run["run"].get("release") or {}).get("id") == current), None
-    )
-    if current is None or last is None:
-        raise DeployError(
-            f"nothing of {name} is deployed on {goal.settings.name}{nearest(name, facts['names'])}; "
-            "--same starts a deployed release again, fab deploy makes one"
-        )
-    known = {field.name for field in dataclasses.fields(status.Run)}
-    run = status.Run(**{key: value for key, value in last["run"].items() if key in known})
+    """The plan of `start`, `rollback` and `restart --same`: a release on the host, as it was deployed.
+
+    Without `release_id` the current one is meant, for a rollback the one before. Raises DeployError, before
+    anything is touched, if what it needs is gone: its files, image, weights or secrets.
+    """
+    facts = _free(goal, name, lock_wait, progress)
+    wanted = again.which(task, goal.settings.name, name, facts, release_id)
     layout = survey.layout_of(goal.settings, facts, name)
-    if release.deployed(goal.host, layout, current) is None:
-        raise DeployError(f"release {current} of {name} is damaged or gone; fab deploy writes it anew")
+    found = release.deployed(goal.host, layout, wanted)
+    if found is None:
+        raise DeployError(f"release {wanted} of {name} is damaged or gone; fab deploy writes it anew")
+    run = again.template(facts, name, wanted, goal.settings.name)
     python = goal.settings.python or facts["python_path"]
     seen = survey.Survey(facts, layout, survey.Interpreter(python), {}, {})
-    made = plan.make_same(seen, goal.settings, run.command, install=install)
-    if run.secrets and run.secrets_file not in facts["names"][name]["secrets"]:
-        raise DeployError(
-            f"the secrets of release {current} of {name} ({', '.join(run.secrets)}) are on "
-            f"{goal.settings.name} no more; fab {'restart' if seen.live else 'deploy'} reads them again"
-        )
-    return made, Work(
-        run, python, secrets_from=run.secrets_file, heartbeats=run.command[1:4] == ["-u", "-m", "trainer"]
+    current = facts["names"][name]["current"]
+    before = release.deployed(goal.host, layout, current) if current not in (None, wanted) else None
+    made = plan.make_same(
+        seen,
+        goal.settings,
+        run.command,
+        task=task,
+        release_id=wanted,
+        differences=again.differences(before, found, wanted) if before else (),
+        install=install,
     )
+    sources: Mapping[str, settings.SecretSource] = {}
+    kept = None
+    if made.acts:
+        again.refuse_lost(facts, goal.settings.name, run)
+        kept = again.secrets_file(facts, run)
+        if run.secrets and kept is None:
+            sources = _secret_sources(goal, run, wanted, live=seen.live is not None)
+    return made, Work(
+        run,
+        python,
+        secrets=sources,
+        root=goal.project.root,
+        secrets_from=kept,
+        heartbeats=run.command[1:4] == ["-u", "-m", "trainer"],
+    )
+
+
+def _secret_sources(
+    goal: Target, run: status.Run, release_id: str, *, live: bool
+) -> Mapping[str, settings.SecretSource]:
+    """Where the secrets of an older run are read again: as the run's file says today."""
+    given: Mapping[str, settings.SecretSource] = {}
+    with contextlib.suppress(DeployError):  # its file may be gone, or be somebody else's
+        found = settings.load_run(goal.project, run.run_file, host=goal.settings, name=run.name)
+        given = {key: source for key, source in found.settings.secrets.items() if key in run.secrets}
+    missing = sorted(set(run.secrets) - set(given))
+    if missing:
+        raise DeployError(
+            f"the secrets of release {release_id} of {run.name} ({', '.join(missing)}) are on "
+            f"{goal.settings.name} no more; fab {'restart' if live else 'deploy'} reads them again"
+        )
+    return given
 
 
 def plan_stop(
@@ -167,11 +208,26 @@ def plan_stop(
     return plan.make_stop(facts, goal.settings, layout, plan.CHECKPOINT_TIMEOUT if checkpoint else 0)
 
 
-def _free(goal: Target, name: str, lock_wait: Patience, progress: Progress) -> dict[str, Any]:
+def record_of(words: Mapping[str, Any], goal: Target, name: str) -> str:
+    """Where the switch whose lock holds `words` writes down what it does."""
+    if words.get("record"):
+        return str(words["record"])
+    if words.get("what") == "stop" or not words.get("run_path"):
+        return f"{survey.layout_of(goal.settings, goal.facts(), name).home}/stop.json"
+    return f"{words['run_path']}/switch.json"
+
+
+def _free(
+    goal: Target, name: str, lock_wait: Patience, progress: Progress, under_way: UnderWay | None = None
+) -> dict[str, Any]:
     """Facts of a moment at which nobody else deploys this name, or of now once patience is at an end."""
     told = False
     while True:
         facts = goal.facts()
+        switching = facts["switch"].get(name)
+        if switching and under_way is not None:
+            under_way(name, switching)
+            continue
         if not (facts["switch"].get(name) or facts["locks"].get(name)) or not lock_wait.left:
             return facts
         if not told:
@@ -183,134 +239,6 @@ def _free(goal: Target, name: str, lock_wait: Patience, progress: Progress) -> d
 def shown(project: Project, path: Path) -> str:
     """A path as people type it: relative to the project where that is possible."""
     return str(path.relative_to(project.root)) if path.is_relative_to(project.root) else str(path)
-
-
-# -- looking -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run as `status` shows it. None where there is nothing to say (yet)."""
-
-    host: str
-    run_id: str
-    name: str
-    verdict: str
-    reason: str
-    next_command: str | None = None
-    step: int | None = None
-    total: int | None = None
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    step_age: float | None = None  # seconds since the last step
-    memory: int | None = None  # bytes, now
-    links: Mapping[str, str] = dataclasses.field(default_factory=dict)  # only what this run printed itself
-    drift: tuple[str, ...] | None = None  # None: not known, because nothing is rendered for it
-
-
-def rows(goal: Target, facts: Mapping[str, Any], name: str | None, run_id: str | None = None) -> list[Row]:
-    """The newest run of every name (or of one), or one run by its id.
-
-    A run in progress is always among them: a newer one that never began must not hide it.
-    """
-    wanted = [
-        run
-        for run in facts["runs"]
-        if (name is None or run["name"] == name) and (run_id is None or run["run_id"] == run_id)
-    ]
-    newest = {run["name"]: run["run_id"] for run in wanted}
-    return [row(goal, facts, run) for run in wanted if run["alive"] or run["run_id"] == newest[run["name"]]]
-
-
-def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
-    host_name = None if goal.settings.name == "localhost" else goal.settings.name
-    # Whether a switch is under way is told by its lock, which its record cannot know.
-    seen = {**run, "switch_lives": bool(facts["switch"].get(run["name"]))}
-    word: Verdict = verdict(seen, facts["time"], host=host_name, sample=facts["sample_seconds"])
-    # Heartbeats lie in the run's own directory, so a link in one cannot be an earlier run's. Anyone may have
-    # written them: a value of another type counts as none.
-    beats = [beat for beat in run["heartbeats"].values() if isinstance(beat, dict)]
-    first = run["heartbeats"].get("0")
-    main = first if isinstance(first, dict) else beats[0] if beats else {}
-    last = number(main, "last_step_time")
-    memory = [now for beat in beats if (now := number(table(beat, "memory"), "now"))]
-    return Row(
-        host=goal.settings.name,
-        run_id=run["run_id"],
-        name=run["name"],
-        verdict=word.word,
-        reason=word.reason,
-        next_command=word.next_command,
-        step=_whole(number(main, "step")),
-        total=_whole(number(main, "total")),
-        loss=number(main, "loss"),
-        tokens_per_second=number(table(main, "tokens_per_second"), "now"),
-        step_age=max(0.0, facts["time"] - last) if last and run["alive"] else None,
-        memory=_whole(sum(memory)) if memory else None,
-        links={key: link for key, link in table(main, "links").items() if isinstance(link, str)},
-        drift=drift(goal, facts, run) if run["alive"] else None,
-    )
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
-
-
-def drift(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """What differs between a run in progress and what its file and this checkout would give now.
-
-    Its own --set changes belong to it and are no drift. None if that cannot be told.
-    """
-    written = run["run"] or {}
-    if not written.get("run_file") or not (written.get("release") or {}).get("id"):
-        return None
-    if not (goal.project.root / written["run_file"]).is_file():  # deployed from another place
-        return None
-    changes = [f"{key}={value}" for key, value in (written.get("changes") or {}).items()]
-    try:
-        wanted = settings.load_run(
-            goal.project, written["run_file"], host=goal.settings, name=run["name"], changes=changes
-        )
-        found = survey.take(
-            goal.project, goal.host, goal.settings, wanted.settings, facts, read_weights=False
-        )
-        if found.weights_problems or found.data_problems:
-            return (found.weights_problems + found.data_problems)[:1]
-        if found.weights is not None and found.weights.action == "changed":
-            return (f"weights: the files in {found.weights.source} have changed",)
-        new = plan.make_release(found, goal.settings, wanted.settings)
-    except DeployError as error:
-        return (str(error),)
-    deployed = written["release"]["id"]
-    edited = (f"{file}: changed on the host" for file in release.changed(facts, run["name"], deployed))
-    if new.id == deployed:
-        return tuple(edited)
-    before = release.deployed(goal.host, found.layout, deployed)
-    if before is None:
-        return (f"release {new.id} is rendered",)
-    return (*release.differences(before[0], before[1], new), *edited)
-
-
-def run_path(facts: Mapping[str, Any], host_name: str, name: str, run_id: str | None) -> str:
-    """The directory of a run to be followed: by its id, else the newest of `name`."""
-    if run_id is not None:
-        known = {run["run_id"]: run["path"] for run in facts["runs"]}
-        if run_id not in known:
-            raise DeployError(f"there is no run {run_id} on {host_name}{nearest(run_id, known)}", code=USAGE)
-        return known[run_id]
-    paths = [run["path"] for run in facts["runs"] if run["name"] == name]
-    if not paths:
-        names = {run["name"] for run in facts["runs"]}
-        offered = nearest(name, names) or (f"; there are runs of {', '.join(sorted(names))}" if names else "")
-        raise DeployError(f"there is no run of {name} on {host_name}{offered}", code=USAGE)
-    return paths[-1]
-
-
-def nothing(goal: Target, facts: Mapping[str, Any], name: str | None) -> str:
-    """The sentence for a host, or a name, without runs."""
-    if name is None:
-        return f"no runs on {goal.settings.name}; fab deploy starts one"
-    return f"no run of {name} on {goal.settings.name}{nearest(name, {run['name'] for run in facts['runs']})}"
 
 
 # -- rendering ---------------------------------------------------------------------------------------------
@@ -333,3 +261,56 @@ def write_out(made: release.Release, directory: Path) -> None:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+
+
+def diff(goal: Target, wanted: Recipe, progress: Progress = silent) -> str:
+    """What is deployed against what would be rendered now, as text; secrets are masked."""
+    facts = goal.facts()
+    found = survey.take(goal.project, goal.host, goal.settings, wanted.settings, facts, progress)
+    new = plan.make_release(found, goal.settings, wanted.settings)
+    old = plan.release_before(found)
+    if old is None:
+        return f"nothing of {wanted.settings.name} is deployed on {goal.settings.name}; fab deploy would write {new.id}"
+    before = release.deployed(goal.host, found.layout, old)
+    if before is None:
+        return f"release {old} is damaged or gone; fab deploy would write {new.id}"
+    edited = [f"{file}: changed on the host" for file in release.changed(facts, wanted.settings.name, old)]
+    if old == new.id:
+        return "\n".join([f"no difference: release {old} is what would be rendered", *edited])
+    lines = [f"release {old} → {new.id}", *release.differences(before[0], before[1], new), *edited]
+    return "\n".join([*lines, plan.diff_text(before[0], new)]).rstrip()
+
+
+# -- bringing home, and keeping a host ---------------------------------------------------------------------
+
+
+def pull(
+    goal: Target, name: str, run_id: str | None, what: str, out: Path, progress: Progress = silent
+) -> str:
+    """Fetch what is meant; returns the sentence that says what came."""
+    if what not in fetching.WHAT:
+        raise DeployError(f"--what {what} is not one of {either(fetching.WHAT)}", code=USAGE)
+    facts = goal.facts()
+    layout = survey.layout_of(goal.settings, facts, name)
+    newest = overview.run_path(facts, goal.settings.name, name, run_id)  # or the sentence for an unknown name
+    checkpoint = None
+    if what == "checkpoint":
+        checkpoint = onhost.ask(goal.host, "deploy.pull_source:checkpoint", layout.checkpoints, run_id)
+    item = fetching.choose(layout, newest.rpartition("/")[2], what, out, checkpoint)
+    return fetching.fetch(goal.host, item, progress)
+
+
+def plan_prune(goal: Target, name: str | None, keep: int) -> Prune:
+    """What can be removed from a host. Raises DeployError for a name that it has never heard of."""
+    facts = goal.facts()
+    if name is not None and name not in facts["names"]:
+        raise DeployError(
+            f"there is no {name} on {goal.settings.name}{nearest(name, facts['names'])}", code=USAGE
+        )
+    found = pruning.survey(goal.host, facts["state"]["root"], facts["shm"]["root"])
+    return pruning.decide(goal.settings.name, found, facts.get("images") or (), keep=keep, name=name)
+
+
+def prune_now(goal: Target, made: Prune, report: Progress, lock_wait: Patience) -> tuple[int, list[str]]:
+    facts = goal.facts()
+    return pruning.carry_out(made, goal.host, facts["state"]["root"], facts["shm"]["root"], report, lock_wait)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-from deploy.actions import Row
+from deploy.overview import Row
 from deploy.sizes import age, size
 
 _COLOURS = {
@@ -27,6 +27,17 @@ def step(value: Mapping[str, Any]) -> str | None:
     mark = _MARKS.get(value["outcome"], value["outcome"])
     detail = f": {value['detail']}" if value["detail"] else ""
     return f"  {mark} {value['name']} ({seconds:.1f} s){detail}"
+
+
+def under_way(words: Mapping[str, Any]) -> str:
+    """``a switch by ada@desk, since 12:03:04``: who is at work, from the words of a lock."""
+    since = words.get("since")
+    when = (
+        f", since {time.strftime('%H:%M:%S', time.localtime(since))},"
+        if isinstance(since, int | float)
+        else ""
+    )
+    return f"a {words.get('what', 'switch')} by {words.get('by', 'somebody')}{when}"
 
 
 def status(rows: Sequence[Row], colour: bool = False) -> str:

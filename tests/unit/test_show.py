@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from samples import LOCALHOST, NOW, facts, run
 
-from deploy import actions, show
-from deploy.actions import Target
+from deploy import overview, show
+from deploy.target import Target
 from deploy.host import Local
 from deploy.settings import Project
 from deploy.sizes import age, size
@@ -20,7 +20,7 @@ def target(path: Path = Path("/none")) -> Target:
 
 
 def shown(*runs: dict[str, Any], name: str | None = None, run_id: str | None = None) -> str:
-    return show.status(actions.rows(target(), facts(runs=list(runs)), name, run_id))
+    return show.status(overview.rows(target(), facts(runs=list(runs)), name, run_id))
 
 
 def test_a_run_that_trains_is_one_line_with_its_figures() -> None:
@@ -31,7 +31,7 @@ def test_a_run_that_trains_is_one_line_with_its_figures() -> None:
 
 
 def test_figures_that_the_evidence_leaves_out_stand_beside_it() -> None:
-    row = actions.Row(
+    row = overview.Row(
         "localhost", "0007-demo", "demo", "stalled", "waits in futex", None, 120, 600, 3.4, 18432.0, 300.0
     )
     assert show.status([row]) == (
@@ -62,11 +62,12 @@ def test_a_run_without_a_heartbeat_yet_has_no_figures_of_another() -> None:
 
 def test_every_name_has_its_newest_run_and_one_name_can_be_picked() -> None:
     runs = [run("0001-demo", alive=False), run("0002-exp"), run("0003-demo")]
-    rows = actions.rows(target(), facts(runs=runs), None)
+    rows = overview.rows(target(), facts(runs=runs), None)
     assert sorted(row.run_id for row in rows) == ["0002-exp", "0003-demo"]
-    assert [row.run_id for row in actions.rows(target(), facts(runs=runs), "exp")] == ["0002-exp"]
+    assert [row.run_id for row in overview.rows(target(), facts(runs=runs), "exp")] == ["0002-exp"]
     assert (
-        actions.nothing(target(), facts(runs=runs), "dem") == "no run of dem on localhost; did you mean demo?"
+        overview.nothing(target(), facts(runs=runs), "dem")
+        == "no run of dem on localhost; did you mean demo?"
     )
 
 
@@ -100,11 +101,11 @@ def test_a_heartbeat_with_foreign_values_breaks_nothing(values: dict[str, Any]) 
 
 def test_memory_is_that_of_all_ranks() -> None:
     one = run(heartbeats={"1": {"memory": {"now": 188_000_000}}})
-    assert actions.rows(target(), facts(runs=[one]), None)[0].memory == 1_000_000_000
+    assert overview.rows(target(), facts(runs=[one]), None)[0].memory == 1_000_000_000
 
 
 def test_drift_stands_under_the_run_that_has_it() -> None:
-    row = actions.Row(
+    row = overview.Row(
         "localhost", "0007-demo", "demo", "training", "step 1", drift=("trainer.lr: 1 → 2", "x: new")
     )
     assert show.status([row]).splitlines()[1:] == [
@@ -113,20 +114,20 @@ def test_drift_stands_under_the_run_that_has_it() -> None:
         "      x: new",
     ]
     assert "drift" not in show.status(
-        [actions.Row("localhost", "0007-demo", "demo", "training", "step 1", drift=())]
+        [overview.Row("localhost", "0007-demo", "demo", "training", "step 1", drift=())]
     )
 
 
 def test_drift_is_not_guessed_for_a_run_that_was_deployed_from_another_place() -> None:
     gone = run(run={"run_file": "runs/gone.yaml"})
-    assert actions.rows(target(), facts(runs=[gone]), None)[0].drift is None
-    assert actions.rows(target(), facts(runs=[run()]), None)[0].drift is None
+    assert overview.rows(target(), facts(runs=[gone]), None)[0].drift is None
+    assert overview.rows(target(), facts(runs=[run()]), None)[0].drift is None
 
 
 def test_a_run_file_that_was_broken_since_is_said_where_the_drift_would_stand(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "demo.yaml").write_text("command: [a")
-    rows = actions.rows(target(tmp_path), facts(runs=[run(run={"run_file": "runs/demo.yaml"})]), None)
+    rows = overview.rows(target(tmp_path), facts(runs=[run(run={"run_file": "runs/demo.yaml"})]), None)
     assert rows[0].drift is not None
     assert rows[0].drift[0].startswith("runs/demo.yaml:1 is not valid YAML: ")
 

@@ -1,0 +1,142 @@
+"""A release that is on a host, started again as it was: which one, and whether what it needs is there. Pure.
+
+`start` and `restart --same` mean the current release, `rollback` the one before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploy import release
+from deploy.errors import USAGE, DeployError, nearest
+from trainer import status
+
+Deployed = tuple[Mapping[str, bytes], Mapping[str, str]]  # what release.deployed gives
+
+
+def which(task: str, host: str, name: str, facts: Mapping[str, Any], release_id: str | None = None) -> str:
+    """The id of the release that is meant. Raises DeployError if there is none."""
+    known = facts["names"].get(name) or {}
+    current, previous, there = known.get("current"), known.get("previous"), known.get("releases") or []
+    if current is None:
+        raise DeployError(
+            f"nothing of {name} is deployed on {host}{nearest(name, facts['names'])}; "
+            f"{'--same' if task == 'restart' else 'fab ' + task} starts a deployed release again, "
+            "fab deploy makes one"
+        )
+    if release_id is not None:
+        if release_id not in there:
+            offered = nearest(release_id, there) or f"; fab runs --name {name} shows which there are"
+            raise DeployError(f"there is no release {release_id} of {name} on {host}{offered}", code=USAGE)
+        if release_id == current and task == "rollback":
+            raise DeployError(
+                f"release {release_id} of {name} is the current one on {host}; "
+                f"fab restart --same --name {name} starts it again"
+            )
+        return release_id
+    if task != "rollback":
+        return current
+    if previous is None:
+        raise DeployError(
+            f"{name} on {host} cannot be rolled back: {current} is the only release that ever ran there"
+        )
+    if previous not in there:
+        others = [one for one in there if one != current]
+        rest = f"; --release takes one of {', '.join(others)}" if others else ""
+        raise DeployError(
+            f"{name} on {host} cannot be rolled back: the files of release {previous} are gone "
+            f"(pruned){rest or '; fab deploy writes the release of another commit anew'}"
+        )
+    return previous
+
+
+def template(facts: Mapping[str, Any], name: str, release_id: str, host: str) -> status.Run:
+    """run.json of the newest run of a release: what started it then starts it now."""
+    for run in reversed(facts["runs"]):
+        written = run["run"]
+        if run["name"] == name and written and (written.get("release") or {}).get("id") == release_id:
+            known = {field.name for field in dataclasses.fields(status.Run)}
+            return status.Run(**{key: value for key, value in written.items() if key in known})
+    raise DeployError(
+        f"no run of release {release_id} of {name} is known on {host} any more (pruned), so neither is how it was "
+        "started; fab deploy from the commit that made it"
+    )
+
+
+def way_back(facts: Mapping[str, Any], name: str, new_id: str) -> tuple[str, str] | None:
+    """(release, path of its newest run) that is restored should a run of `new_id` die before its first step.
+
+    None if nothing else was ever started. A run that never took a step itself is no way back.
+    """
+    current = (facts["names"].get(name) or {}).get("current")
+    for run in reversed(facts["runs"]):
+        release_id = ((run["run"] or {}).get("release") or {}).get("id")
+        if run["name"] == name and release_id and release_id != new_id:
+            stepped = run["alive"] or any(beat.get("step") for beat in run["heartbeats"].values())
+            if stepped or (release_id == current and run["launch"]):
+                return release_id, run["path"]
+    return None
+
+
+def refuse_lost(facts: Mapping[str, Any], host: str, run: status.Run) -> None:
+    """Raise DeployError if the image or the staged weights of an older run are gone."""
+    release_id = run.release.get("id")
+    if run.image and "images" in facts:
+        known = {word for image in facts["images"] for word in (image.get("id"), *(image.get("tags") or ()))}
+        if run.image not in known:
+            raise DeployError(
+                f"the image of release {release_id} of {run.name} ({run.image}) is not on {host} any more; "
+                "fab deploy builds one, from the commit that made it if it must be the same"
+            )
+    weights = staged_weights(run)
+    root = facts["shm"]["root"].rstrip("/") + "/"
+    if weights and weights.startswith(root) and weights not in [one["path"] for one in facts["weights"]]:
+        raise DeployError(
+            f"the weights of release {release_id} of {run.name} ({weights}) are not in {host}'s shared memory any "
+            f"more; fab deploy --name {run.name} puts them there"
+        )
+
+
+def staged_weights(run: status.Run) -> str | None:
+    """Where a run finds its weights: in our trainer's flags, or in a foreign command's environment."""
+    if "--target-model" in run.command[:-1]:
+        return str(run.command[run.command.index("--target-model") + 1])
+    found = run.environment.get("DRAFTHOUSE_WEIGHTS")
+    return str(found) if found else None
+
+
+def secrets_file(facts: Mapping[str, Any], run: status.Run) -> str | None:
+    """The file on the host that has a run's secrets: its own, else a newer run's of the same name."""
+    if not run.secrets:
+        return None
+    there = facts["names"].get(run.name, {}).get("secrets") or []
+    if run.secrets_file in there:
+        return run.secrets_file
+    for other in reversed(facts["runs"]):
+        written = other["run"] or {}
+        if (
+            other["name"] == run.name
+            and set(run.secrets) <= set(written.get("secrets") or ())
+            and written.get("secrets_file") in there
+        ):
+            return str(written["secrets_file"])
+    return None
+
+
+def differences(before: Deployed, after: Deployed, release_id: str) -> list[str]:
+    """What differs between two releases on the host, as `release.differences` says it."""
+    return release.differences(before[0], before[1], _OnHost(release_id, "", after[0], (), {}, after[1]))
+
+
+@dataclass(frozen=True)
+class _OnHost(release.Release):
+    """A release of which people's files are here, and the digests of all of them."""
+
+    known: Mapping[str, str]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return dict(self.known)

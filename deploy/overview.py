@@ -1,0 +1,207 @@
+"""What `status`, `runs` and `tail` say about the runs of a host: evidence in, rows out. Nothing here prints."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy import drift, plan, release, settings, survey
+from deploy.errors import USAGE, DeployError, either, nearest
+from deploy.health import Verdict, number, table, verdict
+from deploy.target import Target
+
+SAMPLE = 0.4  # seconds between two readings of CPU use
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run as `status` shows it. None where there is nothing to say (yet)."""
+
+    host: str
+    run_id: str
+    name: str
+    verdict: str
+    reason: str
+    next_command: str | None = None
+    step: int | None = None
+    total: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    step_age: float | None = None  # seconds since the last step
+    memory: int | None = None  # bytes, now
+    links: Mapping[str, str] = dataclasses.field(default_factory=dict)  # only what this run printed itself
+    drift: tuple[str, ...] | None = None  # None: not known, because nothing is rendered for it
+
+
+def rows(goal: Target, facts: Mapping[str, Any], name: str | None, run_id: str | None = None) -> list[Row]:
+    """The newest run of every name (or of one), or one run by its id.
+
+    A run in progress is always among them: a newer one that never began must not hide it.
+    """
+    wanted = [
+        run
+        for run in facts["runs"]
+        if (name is None or run["name"] == name) and (run_id is None or run["run_id"] == run_id)
+    ]
+    newest = {run["name"]: run["run_id"] for run in wanted}
+    return [row(goal, facts, run) for run in wanted if run["alive"] or run["run_id"] == newest[run["name"]]]
+
+
+def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
+    host_name = None if goal.settings.name == "localhost" else goal.settings.name
+    # Whether a switch is under way is told by its lock, which its record cannot know.
+    seen = {**run, "switch_lives": bool(facts["switch"].get(run["name"]))}
+    word: Verdict = verdict(seen, facts["time"], host=host_name, sample=facts["sample_seconds"])
+    # Heartbeats lie in the run's own directory, so a link in one cannot be an earlier run's. Anyone may have
+    # written them: a value of another type counts as none.
+    beats = [beat for beat in run["heartbeats"].values() if isinstance(beat, dict)]
+    first = run["heartbeats"].get("0")
+    main = first if isinstance(first, dict) else beats[0] if beats else {}
+    last = number(main, "last_step_time")
+    memory = [now for beat in beats if (now := number(table(beat, "memory"), "now"))]
+    return Row(
+        host=goal.settings.name,
+        run_id=run["run_id"],
+        name=run["name"],
+        verdict=word.word,
+        reason=word.reason,
+        next_command=word.next_command,
+        step=_whole(number(main, "step")),
+        total=_whole(number(main, "total")),
+        loss=number(main, "loss"),
+        tokens_per_second=number(table(main, "tokens_per_second"), "now"),
+        step_age=max(0.0, facts["time"] - last) if last and run["alive"] else None,
+        memory=_whole(sum(memory)) if memory else None,
+        links={key: link for key, link in table(main, "links").items() if isinstance(link, str)},
+        drift=drift_of(goal, facts, run) if run["alive"] else None,
+    )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def drift_of(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Every difference between a run in progress, its release, and what would be rendered for it now.
+
+    None if nothing at all can be told. See `deploy.drift` for what is compared.
+    """
+    known = tuple(drift.of_process(run, facts.get("images") or ()))
+    deployed = ((run["run"] or {}).get("release") or {}).get("id")
+    if deployed:
+        known += tuple(drift.of_release(release.changed(facts, run["name"], deployed)))
+    rendered = _against_files(goal, facts, run, deployed) if deployed else None
+    if rendered is None:
+        return known or (() if run.get("running") else None)
+    return (*rendered, *known)
+
+
+def _against_files(
+    goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any], deployed: str
+) -> tuple[str, ...] | None:
+    """What a deploy of the run's own file would change; None if it was deployed from another place.
+
+    Its own --set changes belong to it and are no difference.
+    """
+    written = run["run"]
+    if not written.get("run_file") or not (goal.project.root / written["run_file"]).is_file():
+        return None
+    changes = [f"{key}={value}" for key, value in (written.get("changes") or {}).items()]
+    try:
+        wanted = settings.load_run(
+            goal.project, written["run_file"], host=goal.settings, name=run["name"], changes=changes
+        )
+        found = survey.take(
+            goal.project, goal.host, goal.settings, wanted.settings, facts, read_weights=False
+        )
+        if found.weights_problems or found.data_problems:
+            return (found.weights_problems + found.data_problems)[:1]
+        if found.weights is not None and found.weights.action == "changed":
+            return (f"weights: the files in {found.weights.source} have changed",)
+        new = plan.make_release(found, goal.settings, wanted.settings)
+    except DeployError as error:
+        return (str(error),)
+    if new.id == deployed:
+        return ()
+    before = release.deployed(goal.host, found.layout, deployed)
+    if before is None:
+        return (f"release {new.id} is rendered",)
+    return tuple(release.differences(before[0], before[1], new))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one host says, or why it says nothing."""
+
+    goal: Target
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+    error: str = ""
+
+
+def everywhere(goals: Sequence[Target], name: str | None, run_id: str | None) -> list[Answer]:
+    """The rows of several hosts, asked side by side: one that cannot be reached hides no other."""
+
+    def ask(goal: Target) -> Answer:
+        try:
+            facts = goal.facts(sample=SAMPLE)
+            return Answer(goal, facts, tuple(rows(goal, facts, name, run_id)))
+        except DeployError as error:
+            return Answer(goal, error=str(error))
+
+    if len(goals) == 1:  # in this thread: its Ctrl-C ends the asking at once
+        facts = goals[0].facts(sample=SAMPLE)
+        return [Answer(goals[0], facts, tuple(rows(goals[0], facts, name, run_id)))]
+    with concurrent.futures.ThreadPoolExecutor(len(goals)) as pool:
+        return list(pool.map(ask, goals))
+
+
+def check_known(found: Sequence[Answer], name: str | None, run_id: str | None) -> None:
+    """Raise DeployError for a run or a name that no host knows, unless one of them gave no answer."""
+    answered = [answer for answer in found if not answer.error]
+    if not answered or len(answered) < len(found):
+        return
+    if run_id is not None and not any(answer.rows for answer in answered):
+        known = {run["run_id"] for answer in answered for run in answer.facts["runs"]}
+        hosts = either(answer.goal.settings.name for answer in answered)
+        raise DeployError(f"there is no run {run_id} on {hosts}{nearest(run_id, known)}", code=USAGE)
+    check_name(answered[0].goal, [answer.facts for answer in answered], name)
+
+
+def run_path(facts: Mapping[str, Any], host_name: str, name: str, run_id: str | None) -> str:
+    """The directory of a run to be followed: by its id, else the newest of `name`."""
+    if run_id is not None:
+        known = {run["run_id"]: run["path"] for run in facts["runs"]}
+        if run_id not in known:
+            raise DeployError(f"there is no run {run_id} on {host_name}{nearest(run_id, known)}", code=USAGE)
+        return known[run_id]
+    paths = [run["path"] for run in facts["runs"] if run["name"] == name]
+    if not paths:
+        names = {run["name"] for run in facts["runs"]}
+        offered = nearest(name, names) or (f"; there are runs of {', '.join(sorted(names))}" if names else "")
+        raise DeployError(f"there is no run of {name} on {host_name}{offered}", code=USAGE)
+    return paths[-1]
+
+
+def check_name(goal: Target, facts: Iterable[Mapping[str, Any]], name: str | None) -> None:
+    """Raise DeployError for a name that is neither on one of the hosts asked nor that of a run's file."""
+    known = {run["name"] for one in facts for run in one["runs"]} | {
+        key for one in facts for key in one["names"]
+    }
+    if name is None or name in known or name in goal.project.runs:
+        return
+    offered = nearest(name, known | set(goal.project.runs))
+    raise DeployError(
+        f"there is no {name} on {goal.settings.name}{offered or '; fab status shows what there is'}",
+        code=USAGE,
+    )
+
+
+def nothing(goal: Target, facts: Mapping[str, Any], name: str | None) -> str:
+    """The sentence for a host, or a name, without runs."""
+    if name is None:
+        return f"no runs on {goal.settings.name}; fab deploy starts one"
+    return f"no run of {name} on {goal.settings.name}{nearest(name, {run['name'] for run in facts['runs']})}"
