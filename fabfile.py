@@ -29,10 +29,9 @@ if Path(sys.argv[0]).stem == "fab" and threading.current_thread() is threading.m
     signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
 
 try:  # Fabric reads this file right after us, and would answer a mistake in it with a traceback
-    from deploy import yamlfile
+    from deploy import fabricfile
 
-    if (ROOT / "fabric.yaml").exists():
-        yamlfile.read(ROOT / "fabric.yaml", "fabric.yaml")
+    fabricfile.check(ROOT / "fabric.yaml")
 except DeployError as error:
     raise Exit(str(error), code=error.code) from None
 

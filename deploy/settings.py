@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deploy import explain, flags, sizes, sshconfig, yamlfile
+from deploy import explain, fabricfile, flags, sizes, sshconfig, yamlfile
 from deploy.errors import USAGE, DeployError, nearest
 from deploy.host import LOCAL_NAMES
 from deploy.yamlfile import YamlFile, dotted
@@ -286,10 +286,9 @@ class Recipe:
 
 def load_project(root: Path) -> Project:
     """Read `root`/fabric.yaml. Without one, localhost is all there is."""
-    path = root / "fabric.yaml"
-    if not path.exists():
+    file = fabricfile.check(root / "fabric.yaml")
+    if file is None:
         return Project(root, {})
-    file = yamlfile.read(path, path.name)
     top = explain.mapping(file, (), file.value)
     section = explain.mapping(file, ("drafthouse",), top.get("drafthouse"))
     explain.known(file, ("drafthouse",), section, ("hosts", "defaults"))

@@ -122,7 +122,9 @@ def test_a_run_file_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_numbers_are_numbers_however_they_are_written(tmp_path: Path) -> None:
-    found = recipe("trainer: {lr: 6e-4, grad_accum: 04, gamma: 10, wandb-run-name: 1e5}", tmp_path).settings.trainer
+    found = recipe(
+        "trainer: {lr: 6e-4, grad_accum: 04, gamma: 10, wandb-run-name: 1e5}", tmp_path
+    ).settings.trainer
     assert found == {"lr": 6e-4, "grad-accum": 4, "gamma": 10.0, "wandb-run-name": "1e5"}
 
 
@@ -134,7 +136,9 @@ def test_environment_values_are_taken_exactly_as_written(tmp_path: Path) -> None
 
 
 @given(value=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40))
-def test_any_value_of_the_environment_survives_the_file_and_the_command_line(value: str, tmp_path_factory) -> None:
+def test_any_value_of_the_environment_survives_the_file_and_the_command_line(
+    value: str, tmp_path_factory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "hostile"
     path.mkdir(exist_ok=True)
     text = yaml.safe_dump({"command": ["a"], "environment": {"X": value}})
@@ -159,7 +163,17 @@ def test_whatever_stands_in_a_file_it_is_settings_or_one_sentence(value, key: st
 
 
 def test_what_is_dumped_reads_back_the_same_with_both_readings_of_yaml() -> None:
-    value = {"a": "6e-4", "b": "no", "c": "010", "d": 6e-4, "e": "1:30", "f": "~", "g": "", "h": "true", "i": [1]}
+    value = {
+        "a": "6e-4",
+        "b": "no",
+        "c": "010",
+        "d": 6e-4,
+        "e": "1:30",
+        "f": "~",
+        "g": "",
+        "h": "true",
+        "i": [1],
+    }
     assert yamlfile.parse(yamlfile.dump(value), "x").value == value
     assert yaml.safe_load(yamlfile.dump(value)) == value
 
@@ -208,13 +222,17 @@ def test_a_bad_change_is_one_sentence_with_its_remedy(change: str, tmp_path: Pat
 
 
 def test_changes_reach_flags_and_keys_and_are_remembered_as_written(tmp_path: Path) -> None:
-    found = recipe("trainer: {max-steps: 7}", tmp_path, "lr=3e-4", "max_steps=9", "restart.attempts=0", "log.segments=4")
+    found = recipe(
+        "trainer: {max-steps: 7}", tmp_path, "lr=3e-4", "max_steps=9", "restart.attempts=0", "log.segments=4"
+    )
     assert found.settings.trainer == {"max-steps": 9, "lr": 3e-4}
     assert (found.settings.restart.attempts, found.settings.log.segments) == (0, 4)
     assert found.changes == {
         "trainer.lr": "3e-4", "trainer.max-steps": "9", "restart.attempts": "0", "log.segments": "4",
     }  # fmt: skip
-    again = recipe("trainer: {max-steps: 7}", tmp_path, *(f"{key}={value}" for key, value in found.changes.items()))
+    again = recipe(
+        "trainer: {max-steps: 7}", tmp_path, *(f"{key}={value}" for key, value in found.changes.items())
+    )
     assert again.settings == found.settings
 
 
@@ -232,7 +250,10 @@ def test_an_unknown_run_is_answered_with_the_nearest_names(tmp_path: Path) -> No
     project = Project(tmp_path, {})
     assert sentence(load_run, project, "dem") == "run 'dem' (--run) is no file in runs/; did you mean demo?"
     assert sentence(load_run, project, "zzz") == "run 'zzz' (--run) is no file in runs/; there are demo"
-    assert sentence(load_run, project, "runs/dmo.yaml") == "run file runs/dmo.yaml does not exist; did you mean demo?"
+    assert (
+        sentence(load_run, project, "runs/dmo.yaml")
+        == "run file runs/dmo.yaml does not exist; did you mean demo?"
+    )
     assert sentence(load_run, Project(tmp_path / "x", {}), None) == (
         "run 'demo' (the default) is no file in runs/; runs/ holds none"
     )
@@ -243,7 +264,9 @@ def test_the_run_comes_from_the_flag_else_the_host_else_the_project(tmp_path: Pa
         recipe("command: [a]", tmp_path, stem=stem)
     project = Project(tmp_path, {}, "demo")
     host = HostSettings(name="box", address="box", run="exp")
-    chosen = [load_run(project, run, host=where) for run, where in (("big", host), (None, host), (None, None))]
+    chosen = [
+        load_run(project, run, host=where) for run, where in (("big", host), (None, host), (None, None))
+    ]
     assert [(one.settings.name, one.why) for one in chosen] == [
         ("big", "--run"), ("exp", "run: of box in fabric.yaml"), ("demo", "the default"),
     ]  # fmt: skip
@@ -285,7 +308,7 @@ def test_a_bad_fabric_yaml_is_one_sentence_with_its_remedy(text: str, tmp_path: 
 
 
 def test_other_sections_of_fabric_yaml_are_fabrics_own_affair(tmp_path: Path) -> None:
-    (tmp_path / "fabric.yaml").write_text("tasks: {executor_class: x}\nanything: [1]\n")
+    (tmp_path / "fabric.yaml").write_text("user: ada\nanything: [1]\n")
     assert load_project(tmp_path).hosts == {}
     assert load_project(tmp_path / "none").default_run == "demo"
 
@@ -295,7 +318,12 @@ def test_hosts_take_the_defaults_that_they_do_not_override(tmp_path: Path) -> No
         "drafthouse: {defaults: {run: exp, state: /s}, hosts: {a: {state: /t}, b: }}"
     )
     hosts = load_project(tmp_path).hosts
-    assert (hosts["a"].state, hosts["a"].run, hosts["b"].state, hosts["b"].address) == ("/t", "exp", "/s", "b")
+    assert (hosts["a"].state, hosts["a"].run, hosts["b"].state, hosts["b"].address) == (
+        "/t",
+        "exp",
+        "/s",
+        "b",
+    )
 
 
 SSH = """
@@ -310,11 +338,13 @@ Include more/*.conf
 def ssh(tmp_path: Path) -> sshconfig.SshHosts:
     (tmp_path / "more").mkdir()
     (tmp_path / "config").write_text(SSH)
-    (tmp_path / "more" / "a.conf").write_text("host=\"inner one\"\tinner\n# Host no\nInclude ../config\n")
+    (tmp_path / "more" / "a.conf").write_text('host="inner one"\tinner\n# Host no\nInclude ../config\n')
     return sshconfig.read(tmp_path / "config")
 
 
-def test_a_host_is_known_from_fabric_yaml_or_the_ssh_configuration_or_if_it_resolves(ssh, tmp_path: Path) -> None:
+def test_a_host_is_known_from_fabric_yaml_or_the_ssh_configuration_or_if_it_resolves(
+    ssh, tmp_path: Path
+) -> None:
     project = Project(tmp_path, {"box": HostSettings(name="box", address="10.0.0.1", runtime="process")})
 
     def find(name: str, answer: bool = False) -> HostSettings:
@@ -341,8 +371,16 @@ def test_what_is_no_host_name_never_reaches_ssh(name: str, tmp_path: Path) -> No
 
 
 def test_no_host_means_localhost_with_the_places_of_the_environment(tmp_path: Path) -> None:
-    found = find_host(Project(tmp_path, {}), None, environment={"DRAFTHOUSE_STATE": "/s", "DRAFTHOUSE_CACHE": "/c"})
-    assert (found.name, found.is_local, found.state, found.cache, found.shm) == ("localhost", True, "/s", "/c", None)
+    found = find_host(
+        Project(tmp_path, {}), None, environment={"DRAFTHOUSE_STATE": "/s", "DRAFTHOUSE_CACHE": "/c"}
+    )
+    assert (found.name, found.is_local, found.state, found.cache, found.shm) == (
+        "localhost",
+        True,
+        "/s",
+        "/c",
+        None,
+    )
 
 
 def test_an_ssh_configuration_that_includes_itself_ends(tmp_path: Path) -> None:
@@ -380,5 +418,11 @@ def test_the_reference_is_valid_and_names_every_key(tmp_path: Path) -> None:
 def test_the_reference_says_the_defaults_that_hold(tmp_path: Path) -> None:
     written = yaml.safe_load(examples()[1])
     found = recipe("command: [a]", tmp_path).settings.model_dump()
-    for key in ("grace_seconds", "checkpoint_timeout_seconds", "first_heartbeat_timeout_seconds", "restart", "log"):
+    for key in (
+        "grace_seconds",
+        "checkpoint_timeout_seconds",
+        "first_heartbeat_timeout_seconds",
+        "restart",
+        "log",
+    ):
         assert written[key] == found[key]
