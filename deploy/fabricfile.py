@@ -26,7 +26,7 @@ NEAR = 0.75  # how like one of these a key must be to count as its misspelling
 
 
 def check(path: Path) -> YamlFile | None:
-    """Raise DeployError, with file, line and remedy, if `fab` could not work with `path`. None without one."""
+    """Raise DeployError, with file, line and remedy, if `fab` could not work with `path`."""
     if not path.exists():
         return None
     file = yamlfile.read(path, path.name)
@@ -43,7 +43,7 @@ def check(path: Path) -> YamlFile | None:
     for section in HOLD_KEYS:
         if not isinstance(file.value.get(section, {}), dict):
             raise DeployError(
-                f"{file.at((section,))}: {section} holds no keys, but must; remove it, or see Fabric's manual",
+                f"{file.at((section,))}: {section} holds no keys, but must; remove it, or read Fabric's docs",
                 code=USAGE,
             )
     executor = file.value.get("tasks", {}).get("executor_class")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from deploy.runtimes.compose import Mount, Service, compose_file, demo, shm_bytes
+from deploy.runtimes.compose import Mount, Service, compose_file, demo, project, shm_bytes
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -30,14 +31,16 @@ def deployed() -> Service:
         command=["python", "-u", "-m", "trainer.launch", "--run-dir", "/run/drafthouse"],
         image="sha256:0123",
         environment={"LR": "6e-4", "NOTE": "a: b # ${c} $d 'e' \"f\"\n"},
-        environment_file="/var/lib/drafthouse/names/exp ddtree/run.env",
         mounts=[
             Mount("/var/lib/drafthouse/runs/0007-exp-ddtree", "/run/drafthouse"),
             Mount("/dev/shm/drafthouse/w@0123", "/weights", read_only=True),
         ],
+        directory="/run/drafthouse",
         user="10001:10001",
         gpus=["0", "GPU-11"],
-        shm_bytes=shm_bytes(54 << 30),
+        devices=["/dev/nvidia0", "/dev/nvidiactl"],
+        memory_bytes=64 << 30,
+        shm_bytes=shm_bytes(2),
         grace_seconds=300,
     )
 
@@ -82,6 +85,14 @@ def test_the_project_is_named_after_the_experiment_and_not_after_a_directory(dep
     assert yaml.safe_load(compose_file(demo()))["name"] == "drafthouse-demo"
 
 
+def test_names_with_dots_have_projects_of_their_own_that_compose_permits() -> None:
+    names = ["a.b", "a_b", "a-b", "a.b.c", "a.b_c", "a_b.c"]
+    projects = [project(name) for name in names]
+    assert len(set(projects)) == len(names)
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9_-]*", found) for found in projects)
+    assert project("a_b") == "drafthouse-a_b"
+
+
 def test_a_missing_directory_of_the_host_is_never_created(deployed: Service) -> None:
     run, weights = service(deployed)["volumes"]
     assert run["type"] == weights["type"] == "bind"
@@ -101,9 +112,6 @@ def test_values_are_not_taken_for_variables_or_for_yaml(deployed: Service) -> No
     rendered = service(deployed)
     assert rendered["environment"]["NOTE"] == "a: b # $${c} $$d 'e' \"f\"\n", "Compose reads $$ as $"
     assert rendered["environment"]["LR"] == "6e-4", "a string, not a number"
-    assert rendered["env_file"] == [
-        {"path": "/var/lib/drafthouse/names/exp ddtree/run.env", "required": True}
-    ]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\u2028", "\x85"])
@@ -117,6 +125,7 @@ def test_a_title_of_several_lines_adds_nothing_to_the_file(end: str, deployed: S
 def test_a_deployed_release_is_not_built_where_it_runs(deployed: Service) -> None:
     assert "build" not in service(deployed)
     assert service(deployed)["image"] == "sha256:0123"
+    assert service(deployed)["pull_policy"] == "never", "nor fetched from a registry that it never was in"
 
 
 def test_python_is_unbuffered_by_variable_and_by_flag() -> None:
@@ -130,11 +139,19 @@ def test_the_healthcheck_starts_nothing_but_a_reader_of_status_files() -> None:
     assert service(demo())["healthcheck"]["test"][:4] == ["CMD", "python", "-m", "trainer.healthcheck"]
 
 
-@pytest.mark.parametrize("weights", [0, 1, 54 << 30])
-def test_shared_memory_holds_the_weights_and_a_gibibyte_more(weights: int) -> None:
-    size = shm_bytes(weights)
-    assert size >= weights + (1 << 30)
-    assert size % (1 << 20) == 0
+def test_shared_memory_is_a_gibibyte_and_more_for_each_device(deployed: Service) -> None:
+    assert (shm_bytes(), shm_bytes(2)) == (1 << 30, 2 << 30)
+    assert service(deployed)["shm_size"] == 2 << 30
+
+
+def test_an_image_of_ones_own_gets_the_engines_init_and_no_entrypoint(deployed: Service) -> None:
+    rendered = service(dataclasses.replace(deployed, foreign=True))
+    assert (rendered["init"], rendered["entrypoint"], rendered["stop_signal"]) == (True, [], "SIGTERM")
+    assert rendered["command"] == deployed.command
+
+
+def test_devices_are_named_one_by_one_besides_the_reservation(deployed: Service) -> None:
+    assert service(deployed)["devices"] == ["/dev/nvidia0:/dev/nvidia0", "/dev/nvidiactl:/dev/nvidiactl"]
 
 
 OTHERWISE = {
@@ -144,7 +161,10 @@ OTHERWISE = {
     "title": "other",
     "build": False,
     "environment": {},
-    "environment_file": None,
+    "foreign": True,
+    "directory": "/other",
+    "devices": (),
+    "memory_bytes": None,
     "mounts": (),
     "user": None,
     "shm_bytes": 4242,

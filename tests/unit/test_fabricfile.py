@@ -30,7 +30,7 @@ SAID = [
      "fabric.yaml:2: tasks.executor_class is nowhere.Parallel, but No module named 'nowhere'; write executor_class: deploy.executor.Parallel, or remove it"),
     ("no dot", "tasks: {executor_class: Parallel}\n",
      "fabric.yaml:1: tasks.executor_class is 'Parallel', which names no class; write executor_class: deploy.executor.Parallel, or remove it"),
-    ("no mapping", "tasks: [a]\n", "fabric.yaml:1: tasks holds no keys, but must; remove it, or see Fabric's manual"),
+    ("no mapping", "tasks: [a]\n", "fabric.yaml:1: tasks holds no keys, but must; remove it, or read Fabric's docs"),
     ("no keys in drafthouse", "drafthouse: [gpu-box]\n", "fabric.yaml:1: drafthouse holds ['gpu-box'], but must hold keys, like `name: demo`"),
 ]  # fmt: skip
 
