@@ -9,23 +9,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import evidence, lock, release, secrets, switch, weights
+from deploy import boot, bootunit, evidence, lock, onhost, release, secrets, switch, weights
+from deploy import image as images
 from deploy.errors import DeployError
 from deploy.host import Host, HostError
 from deploy.lock import Patience
 from deploy.plan import Plan, seen
-from deploy.release import Release
-from deploy.runtimes import process
+from deploy.release import Image, Release
+from deploy.runtimes import compose, process
 from deploy.settings import RunSettings, SecretSource
+from deploy.weights import Weights
 from trainer import status
 
+TRIAL_TIMEOUT = 180.0  # seconds; a container starts in one, but a disk may be asleep
 CHECK_TIMEOUT = 120.0  # seconds; it takes below one, but a disk may be asleep
 INSTALL_TIMEOUT = 300.0  # seconds, for each call of apt-get
 FIRST_HEARTBEAT_TIMEOUT = 600.0  # seconds, for a release that is started again as it was
@@ -45,6 +46,10 @@ class Work:
     first_heartbeat_timeout_seconds: float = FIRST_HEARTBEAT_TIMEOUT
     heartbeats: bool = True
     secrets_from: str | None = None  # a file on the host that is copied instead of `secrets`, for --same
+    image: Image | None = None  # what the plan's image_action is about
+    restage: Mapping[str, str] | None = None  # arguments of weights_store.stage, for a release that is there
+    rollback: str | None = None  # the run whose release is started again if the new one dies at once
+    checkpoint_timeout_seconds: float = boot.CHECKPOINT_TIMEOUT
 
 
 def run_of(
@@ -88,24 +93,26 @@ def start(
             install(host, plan.install, report)
         facts = evidence.collect(host, layout.state, layout.shm, sample=0)
         _still(plan, facts)
-        if plan.weights is not None:
+        back = _way_back(host, work)
+        if plan.image_action in ("build", "ship") and isinstance(work.image, images.Image):
             held.check()
-            weights.stage(plan.weights, report)
+            images.make(host, layout.state, work.image, plan.image_action, report)
+        _bring(plan, host, work, held, report)
         held.check()
         if work.release is None:
             release.refuse_changed(facts, host.name, plan.name, str(plan.release))
         else:
             done = release.write(host, layout, work.release)
             report(f"release {work.release.id} {done}")
-        host.run(["mkdir", "-p", "--", layout.checkpoints, layout.cache], timeout=20)
         values = _secrets(host, work)
         held.check()
-        run_path, run = _new_run(host, layout, work.run, values)
+        run_path, run = _new_run(host, plan, facts, work.run, values)
+        sent = False
         try:
-            begin = process.start_spec(
-                run, facts, layout.release(str(plan.release)), run_path=run_path, python=work.python
-            )
-            if work.heartbeats:
+            begin = start_spec(plan, facts, run, run_path, work.python)
+            if plan.runtime == "compose":
+                try_container(plan, host, facts, run, run_path)
+            elif work.heartbeats:
                 check_config(host, run, begin["environment"])
             spec = {
                 "state_root": layout.state,
@@ -120,18 +127,94 @@ def start(
                 "by": lock.who(),
                 "start": begin,
             }
+            if back:
+                spec["rollback"] = back
+            staged = plan.weights.boot() if plan.weights else work.restage
+            again = boot.template(run, spec, staged, work.checkpoint_timeout_seconds)
+            host.write(f"{run_path}/{boot.FILE}", json.dumps(again).encode(), mode=0o600)
+            held.check()
+            sent = True
             record = switch.start(host, spec)
-        except HostError:  # perhaps it did start: then the directory is the run's
+        except BaseException as error:
+            # Once the switch was sent, only its refusal says that it has not begun: else the directory is
+            # the run's.
+            if not sent or (isinstance(error, DeployError) and not isinstance(error, HostError)):
+                with contextlib.suppress(DeployError):
+                    onhost.ask(host, "deploy.new_run:discard", run_path, run.secrets_file)
             raise
-        except DeployError:  # refused
-            with contextlib.suppress(OSError):
-                shutil.rmtree(run_path)
-            if run.secrets_file:
-                _remove(host, [run.secrets_file], report)
-            raise
-        # Only now: had another switch been under way, the run that it starts would have needed its file.
-        _remove(host, secrets.over(facts, plan.name), report)
+        if not back:  # it takes the secrets of the run before
+            # Only now: had another switch been under way, the run that it starts would have needed its file.
+            _remove(host, secrets.over(facts, plan.name), report)
+        _boot_unit(plan, host, work, report)
         return run_path, record
+
+
+def start_spec(
+    plan: Plan, facts: Mapping[str, Any], run: status.Run, run_path: str, python: str
+) -> dict[str, Any]:
+    """What the switch starts for `run`, in the plan's runtime. Pure."""
+    place = plan.layout.release(str(plan.release))
+    if plan.runtime == "compose":
+        return compose.start_spec(run, facts, plan.layout, place, run_path)
+    return process.start_spec(run, dict(facts), place, run_path=run_path, python=python)
+
+
+def _bring(plan: Plan, host: Host, work: Work, held: lock.Held, report: Report) -> None:
+    """Weights and data, from this machine or from the host's disk to where the run finds them."""
+    for found in (plan.weights, plan.data_copy):
+        if found is not None:
+            held.check()
+            weights.bring(host, found, report)
+    if work.restage:
+        held.check()
+        one = Weights(work.restage["source"], "copy", work.restage["path"], digest=work.restage["digest"])
+        weights.bring(host, dataclasses.replace(one, root=plan.layout.shm), report)
+
+
+def try_container(plan: Plan, host: Host, facts: Mapping[str, Any], run: status.Run, run_path: str) -> None:
+    """Start a container like the run's, which looks and ends, while the old run goes on.
+
+    Raises DeployError if the engine refuses it, or with what the container says is wrong.
+    """
+    trial = compose.trial(run, facts, plan.layout, plan.layout.release(str(plan.release)), run_path)
+    done = host.run(trial.argv, timeout=TRIAL_TIMEOUT, env=trial.environment, input=trial.input, check=False)
+    if done.code:
+        lines = done.err.decode(errors="replace").strip().splitlines() or [f"exit code {done.code}"]
+        last = lines[-1].strip()
+        if last.startswith("error: "):
+            raise DeployError(f"a container of {plan.name} on {host.name}: {last.removeprefix('error: ')}")
+        raise DeployError(f"{host.name} cannot start a container of {plan.name}: {last}")
+
+
+def _way_back(host: Host, work: Work) -> dict[str, Any] | None:
+    """What the switch starts again if the new run dies before its first step. Raises DeployError."""
+    if work.rollback is None:
+        return None
+    data = host.read(f"{work.rollback}/{boot.FILE}")
+    try:
+        before = json.loads(data or b"")
+        spec = before["spec"]
+        return {"release_id": spec["release_id"], "start": spec["start"], "run": before["run"]}
+    except (ValueError, KeyError, TypeError):
+        raise DeployError(
+            f"{host.name}: nothing in {work.rollback} says how its run was started, so it could not be "
+            "restored; deploy without --rollback-on-failure"
+        ) from None
+
+
+def _boot_unit(plan: Plan, host: Host, work: Work, report: Report) -> None:
+    """Have the next run started after a reboot. A failure is only told: the run is on its way."""
+    name = bootunit.unit_name(plan.name)
+    if work.release is not None:
+        unit = work.release.files.get(name)
+    else:
+        try:
+            unit = host.read(f"{plan.layout.release(str(plan.release))}/{name}")
+        except HostError as error:
+            report(f"nothing starts {plan.name} after a reboot: {error}")
+            return
+    if unit is not None:
+        report(bootunit.install(host, plan.layout, plan.name, unit.decode()))
 
 
 def check_config(host: Host, run: status.Run, environment: Mapping[str, str]) -> None:
@@ -212,27 +295,29 @@ def _remove(host: Host, paths: Sequence[str], report: Report) -> None:
 
 
 def _new_run(
-    host: Host, layout: release.Layout, run: status.Run, values: bytes | None
+    host: Host, plan: Plan, facts: Mapping[str, Any], run: status.Run, values: bytes | None
 ) -> tuple[str, status.Run]:
-    """Make the run's directory with its run.json, and its secrets beside the name.
+    """Make the run's directory with its run.json, and its secrets beside the name; all the run's user's.
 
-    Returns the directory's path and what run.json holds. Only this machine's disk, for now.
+    Returns the directory's path and what run.json holds.
     """
-    try:
-        directory = status.allocate_run(layout.runs, run.name)
-    except OSError as error:
-        raise DeployError(f"{host.name}: {layout.runs} cannot take a new run: {error.strerror}") from None
-    run_id = directory.path.name
-    whole = dataclasses.replace(
-        run,
-        run_id=run_id,
-        secrets_file=None if values is None else layout.secrets(run_id),
-        created=time.time(),
-        who=lock.who(),
-        origin=lock.who().partition("@")[2],
+    layout = plan.layout
+    who = lock.who()
+    made = onhost.ask(
+        host,
+        "deploy.new_run:make",
+        layout.state,
+        {**dataclasses.asdict(run), "who": who, "origin": who.partition("@")[2]},
+        None if values is None else values.decode("utf-8", "surrogateescape"),
+        [layout.checkpoints, layout.cache],
+        _owner(run.user, facts),
     )
-    data = json.dumps(dataclasses.asdict(whole), ensure_ascii=False, indent=1) + "\n"
-    if values is not None:
-        host.write(layout.secrets(run_id), values, mode=0o400)
-    host.write(str(directory.path / "run.json"), data.encode())
-    return str(directory.path), whole
+    return made["path"], status.Run(**made["run"])
+
+
+def _owner(user: str | None, facts: Mapping[str, Any]) -> list[int] | None:
+    """The user and group that a run's files belong to; None if these are the deployer's own."""
+    if user is None:
+        return None
+    numbers = [int(part) for part in user.split(":")]
+    return None if numbers == [facts["uid"], facts.get("gid", facts["uid"])] else numbers

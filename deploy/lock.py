@@ -18,9 +18,9 @@ from typing import Any
 
 from deploy import onhost
 from deploy.errors import DeployError
-from deploy.host import SCRIPT_FLAGS, Host, HostError
+from deploy.host import Host, HostError
 
-HOLDER = ("deploy.files", "deploy.lock_holder")
+HOLDER = "deploy.lock_holder"
 SILENCE = 30.0  # seconds without a heartbeat after which the host's side lets go
 BEAT = 5.0  # seconds between heartbeats
 
@@ -82,17 +82,16 @@ def hold(
     it, from where, since when and what for, if it does not come free in time.
     """
     words = {"by": who(), "what": what, "since": time.time()}
-    argv = [
-        host.python,
-        *SCRIPT_FLAGS,
-        "-c",  # stdin is taken by the heartbeats, so the program comes as an argument
-        onhost.program(HOLDER).decode(),
+    argv, program = onhost.script(
+        host,
+        HOLDER,
         f"{state_root}/names/{name}/deploy.lock",
         json.dumps(words),
         str(wait),
         str(silence),
-    ]
+    )
     process = host.open_stream(argv)
+    onhost.feed(process, [program], end=False)
     stop = threading.Event()
     try:
         _acquire(host, name, process, waiting)
@@ -101,15 +100,7 @@ def hold(
         yield Held(host, name, process)
     finally:
         stop.set()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe:
-                with contextlib.suppress(OSError):
-                    pipe.close()  # the end of its stdin tells the holder to let go
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        onhost.close(process)  # the end of its stdin tells the holder to let go
 
 
 def _acquire(host: Host, name: str, process: subprocess.Popen[bytes], waiting: Callable[[str], None]) -> None:
@@ -124,8 +115,7 @@ def _acquire(host: Host, name: str, process: subprocess.Popen[bytes], waiting: C
                 f"{sentence(host, name, said['busy'])}; wait for it with --lock-wait SECONDS, or try again"
             )
         waiting(sentence(host, name, said["waiting"]) + "; waiting")
-    errors = process.stderr.read().decode(errors="replace").strip().splitlines()
-    why = errors[-1] if errors else f"exit code {process.wait()}"
+    why = onhost.last_words(process)
     raise HostError(f"{host.name}: cannot take the deploy lock of {name}: {why}")
 
 

@@ -4,7 +4,7 @@ Runs ON the host as a child of the connection: it holds the lock for as long as 
 and lets go at the end of stdin or after a silence, so that a lost client never leaves a lock behind. Standard
 library only, Python >= 3.9.
 
-    python3 <this and deploy.files> LOCK-FILE WORDS-AS-JSON WAIT-SECONDS SILENCE-SECONDS
+    python3 <this, see deploy.onhost> LOCK-FILE WORDS-AS-JSON WAIT-SECONDS SILENCE-SECONDS
 
 On stdout, one JSON object a line: {"waiting": words of the holder} at most once, then {"held": true}, or
 {"busy": words of the holder}.
@@ -12,6 +12,7 @@ On stdout, one JSON object a line: {"waiting": words of the holder} at most once
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -41,12 +42,14 @@ def main() -> None:
             told = True
         if heard(PAUSE) is False:
             sys.exit(0)
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, words.encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk does not take the words; the lock itself needs none
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, words.encode(), 0)
     say({"held": True})
     while heard(silence):
         pass
-    os.ftruncate(lock, 0)
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock, 0)
 
 
 def say(value: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -21,7 +22,7 @@ import signal
 import subprocess
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from deploy import CHECKOUT
@@ -69,16 +70,6 @@ def texts(modules: Sequence[str]) -> dict[str, str]:
 # -- as a program ------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _program(modules: tuple[str, ...], last: str) -> bytes:
-    return _PROGRAM.format(texts=texts(modules), last=last).encode()
-
-
-def program(modules: Sequence[str]) -> bytes:
-    """`modules` and what they import as one program for ``python -``; the last one is run."""
-    return _program(tuple(modules), _RUN.format(main=modules[-1]))
-
-
 def install(host: Host, state_root: str, modules: Sequence[str]) -> str:
     """Put `modules` on the host as a directory that ``python DIRECTORY`` runs: the last one's `main()`.
 
@@ -107,14 +98,16 @@ def ask(
     function: str,
     *arguments: Any,
     data: bytes = b"",
+    stream: Iterable[bytes] = (),
     timeout: float = TIMEOUT,
     progress: Callable[[str], None] | None = None,
 ) -> Any:
     """Call ``"deploy.module:function"`` on `host` and return its value; both ways all is JSON.
 
     `data` is given to the function as its keyword argument of that name. With `progress` it gets a callable
-    of that name too, whose texts arrive here while it runs; the call then has a connection of its own, and
-    `timeout` is the longest silence in seconds instead of the whole time.
+    of that name too, whose texts arrive here while it runs; the call then has a connection of its own,
+    `timeout` is the longest silence in seconds instead of the whole time, and `stream` is what it can read
+    from its stdin.
 
     A DeployError there is raised here with the same sentence, an OSError as one that names the host and the
     file. Raises HostError if the function cannot run or fails in another way.
@@ -127,10 +120,16 @@ def ask(
         return _value(host, function, lines, lambda text: None, lambda: (result.code, result.err))
     process = _bulk(host, argv)
     try:
-        feeding = threading.Thread(target=feed, args=(process, stdin, data), daemon=True)
-        feeding.start()
+        failures: list[DeployError] = []
+        sending = (process, itertools.chain((stdin, data), stream), failures)
+        threading.Thread(target=_send, args=sending, daemon=True).start()
         lines = _lines(host, function, process, timeout)
-        return _value(host, function, lines, progress, lambda: _rest(process))
+        try:
+            return _value(host, function, lines, progress, lambda: _rest(process))
+        except DeployError:
+            if failures:  # what ended it began on this side
+                raise failures[0] from None
+            raise
     except BaseException:
         kill(process)
         raise
@@ -147,13 +146,21 @@ def open(host: Host, function: str, *arguments: Any, bulk: bool = False) -> subp
     """
     argv = command(host, "-c", _LOADER)
     process = _bulk(host, argv) if bulk else host.open_stream(argv)
-    feed(process, sent(function, arguments, "open"), end=False)
+    feed(process, [sent(function, arguments, "open")], end=False)
     return process
 
 
 def _bulk(host: Host, argv: Sequence[str]) -> subprocess.Popen[bytes]:
     started: subprocess.Popen[bytes] = getattr(host, "bulk", host.open_stream)(argv)
     return started
+
+
+def script(host: Host, module: str, *arguments: str) -> tuple[list[str], bytes]:
+    """(argv, stdin) that run the `main()` of one of our modules with `arguments` on its command line.
+
+    What follows on stdin is its own to read. Nothing is written to the host's disk.
+    """
+    return command(host, "-c", _LOADER), sent(f"{module}:main", arguments, "script")
 
 
 def sent(function: str, arguments: Sequence[Any], mode: str, **more: Any) -> bytes:
@@ -167,10 +174,18 @@ def sent(function: str, arguments: Sequence[Any], mode: str, **more: Any) -> byt
 
 @functools.cache
 def _packed(module: str) -> bytes:
-    return zlib.compress(_program((module, "deploy.errors"), _CALL), 6)
+    return zlib.compress(_PROGRAM.format(texts=texts([module, "deploy.errors"]), last=_CALL).encode(), 6)
 
 
-def feed(process: subprocess.Popen[bytes], *parts: bytes, end: bool = True) -> None:
+def _send(process: subprocess.Popen[bytes], parts: Iterable[bytes], failures: list[DeployError]) -> None:
+    try:
+        feed(process, parts)
+    except DeployError as error:
+        failures.append(error)
+        feed(process, ())
+
+
+def feed(process: subprocess.Popen[bytes], parts: Iterable[bytes], end: bool = True) -> None:
     """Write to a process that may have ended meanwhile: what it left on stderr says why."""
     assert process.stdin
     with contextlib.suppress(OSError, ValueError):
@@ -304,20 +319,19 @@ sys.meta_path.insert(0, Ours)
 {last}
 """
 
-_RUN = """\
-import importlib
-importlib.import_module({main!r}).main()
-"""
-
 _CALL = """\
 import importlib, json, os
 call = json.loads(take(int(take(12))))
+if call["mode"] == "script":
+    sys.argv = [call["module"], *call["arguments"]]
 function = getattr(importlib.import_module(call["module"]), call["function"])
 from deploy.errors import DeployError
 def sentence(error):
     words = error.strerror or str(error)
     return "%s: %s" % (os.fsdecode(error.filename), words) if error.filename else words
-if call["mode"] == "open":
+if call["mode"] == "script":
+    function()
+elif call["mode"] == "open":
     try:
         function(*call["arguments"])
     except (DeployError, OSError) as error:

@@ -231,8 +231,8 @@ def _word(word: str) -> str:
 def diff_text(before: tuple[Mapping[str, bytes], Mapping[str, str]] | None, new: Release) -> str:
     """`fab diff`: what differs, in words, and then each rendered file as a unified diff. Pure.
 
-    `before` is what `release.deployed` says of the deployed release. Values that look like secrets are masked;
-    empty if nothing differs.
+    `before` is what `release.deployed` says of the deployed release. Values that look like secrets are
+    masked. Empty if nothing differs.
     """
     if before is None:
         return f"nothing is deployed; release {new.id} would be the first"

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import CHECKOUT, release, secrets, weights
-from deploy.host import Host, HostError
+from deploy import CHECKOUT, lookup, onhost, release, runtimes, secrets, weights, weights_store
+from deploy.host import Host
 from deploy.release import Layout
-from deploy.runtimes import process
+from deploy.runtimes import compose, process
 from deploy.settings import TOY, HostSettings, Project, RunSettings
+from deploy.weights import Weights
 
 # What the trainer imports at its start: without one it would fail in the new run, after the old one ended.
 TRAINER_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "yaml")
+LOOK_TIMEOUT = 60.0  # seconds; it takes below one, unless a disk is asleep
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The Python that will run the trainer on the host."""
+    """The Python that will run the trainer: on the host, or, with nothing to say of it, in the image."""
 
     path: str
     version: str = ""
@@ -39,12 +40,14 @@ class Survey:
     interpreter: Interpreter
     app: Mapping[str, bytes]  # the trainer's sources in this checkout
     git: Mapping[str, Any]
-    weights: weights.Weights | None = None
+    weights: Weights | None = None
     weights_problems: tuple[str, ...] = ()
-    data: str | None = None
+    data: str | None = None  # on the host
+    data_copy: Weights | None = None  # how they get there, if they come from this machine
     data_problems: tuple[str, ...] = ()
     secret_problems: tuple[str, ...] = ()
     checkpoint: Mapping[str, Any] | None = None  # state.json of checkpoints/latest
+    image: release.Image | None = None  # with the compose runtime
 
     @property
     def runs(self) -> list[Mapping[str, Any]]:
@@ -67,23 +70,44 @@ def take(
     *,
     read_weights: bool = True,
 ) -> Survey:
-    """Read what the plan needs besides the probe's facts. Without `read_weights` nothing large is read."""
+    """Read what the plan needs besides the probe's facts. Without `read_weights` nothing large is read.
+
+    The host is asked once, and once more only if weights that lie there must be read.
+    """
     layout = layout_of(settings, facts, run.name)
     python = settings.python or facts["python_path"]
-    staged, weight_problems = _weights(project, layout, run, progress, read_weights)
-    data, data_problems = _data(project, run)
+    model = Directory.find(project, settings, run.weights, toy=TOY)
+    data = Directory.find(project, settings, run.data, toy=TOY)
+    wanted: dict[str, Any] = {"state": {"checkpoints": layout.checkpoints}}
+    contained = runtimes.choose(settings, facts, run.name)[0] == "compose"
+    if not contained:
+        wanted["interpreter"] = _question(python, run, working_directory(project, settings, run))
+    if model and model.here:
+        wanted["copies"] = {"name": model.name, "places": [f"{layout.state}/weights", layout.shm]}
+    elif model:
+        wanted["weights"] = {"source": model.given, "shm": layout.shm, "read": False}
+    if data and not data.here:
+        wanted["data"] = {"source": data.given}
+    elif data:
+        wanted["data_copies"] = {"name": data.name, "places": [f"{layout.state}/data"]}
+    answers = onhost.ask(host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)
+    reading = (host, layout, progress, read_weights)
+    staged, weight_problems = _weights(run, model, answers, *reading)
+    path, copy, data_problems = _data(run, data, answers, *reading)
     return Survey(
         facts,
         layout,
-        _interpreter(host, python, run, working_directory(project, settings, run)),
+        Interpreter(compose.python(run)) if contained else _interpreter(python, answers["interpreter"]),
         release.trainer_files(CHECKOUT),
         release.git_state(CHECKOUT),
         staged,
         weight_problems,
-        data,
+        path,
+        copy,
         data_problems,
         tuple(secrets.problems(run.secrets, project.root)),
-        _checkpoint(host, layout),
+        answers["state"],
+        compose.image(CHECKOUT, settings, run, facts),
     )
 
 
@@ -98,79 +122,115 @@ def layout_of(settings: HostSettings, facts: Mapping[str, Any], name: str) -> La
     return Layout(facts["state"]["root"], facts["shm"]["root"], name, settings.cache)
 
 
-# Answers with version, modules that are missing, and whether a program can be found. Imports nothing heavy.
-_QUESTION = """\
-import importlib.util, json, os, shutil, sys
-modules, program, path, directory = json.loads(sys.argv[1])
-os.chdir(directory or "/")
-print(json.dumps([
-    ".".join(map(str, sys.version_info[:3])),
-    [module for module in modules if importlib.util.find_spec(module) is None],
-    program is None or shutil.which(program, path=path) is not None,
-]))
-"""
+@dataclass(frozen=True)
+class Directory:
+    """A directory that the run's file names, and whether it is looked for on this machine or on the host."""
+
+    given: str  # absolute, as it is called there
+    here: bool  # on this machine, which is not the host
+
+    @property
+    def name(self) -> str:
+        return Path(self.given).resolve().name
+
+    @classmethod
+    def find(cls, project: Project, settings: HostSettings, text: str | None, toy: str) -> Directory | None:
+        """None for none, and for the toy. This machine first, then the host, if a path means anything there.
+
+        Relative paths count from the project, wherever `fab` is called; so they mean this machine.
+        """
+        if text is None or text == toy:
+            return None
+        path = Path(os.path.normpath(project.root / Path(text).expanduser()))
+        if settings.is_local:
+            return cls(str(path), here=False)
+        if path.exists() or not (text.startswith("~") or os.path.isabs(text)):
+            return cls(str(path), here=True)
+        return cls(text, here=False)
 
 
-def _interpreter(host: Host, python: str, run: RunSettings, directory: str | None) -> Interpreter:
-    """Ask the trainer's Python who it is and what it has, and whether a foreign command's program exists."""
-    program = run.command[0] if run.command else None
-    path = run.environment.get("PATH") or process.search_path(python)
-    words = json.dumps([TRAINER_MODULES, program, path, directory])
-    try:
-        answer = host.run([python, "-c", _QUESTION, words], timeout=20, check=False)
-    except HostError as error:
-        return Interpreter(python, problem=f"does not answer ({error})")
-    if answer.code == 127:
-        return Interpreter(python, problem="does not exist")
-    try:
-        version, missing, there = json.loads(answer.out)
-        return Interpreter(python, version, tuple(missing), lost="" if there else str(program))
-    except ValueError:
-        errors = answer.err.decode(errors="replace").strip().splitlines() or [f"exit code {answer.code}"]
-        return Interpreter(python, problem=f"does not run ({errors[-1]})")
+def _question(python: str, run: RunSettings, directory: str | None) -> dict[str, Any]:
+    """To the trainer's Python: who it is, what it has, and whether a foreign command's program exists."""
+    return {
+        "python": python,
+        "modules": TRAINER_MODULES,
+        "program": run.command[0] if run.command else None,
+        "path": run.environment.get("PATH") or process.search_path(python),
+        "directory": directory,
+    }
+
+
+def _interpreter(python: str, answer: Mapping[str, Any]) -> Interpreter:
+    missing = tuple(answer.get("missing", ()))
+    return Interpreter(
+        python, answer.get("version", ""), missing, answer.get("problem", ""), answer.get("lost", "")
+    )
 
 
 def _weights(
-    project: Project, layout: Layout, run: RunSettings, progress: Callable[[str], None], read: bool
-) -> tuple[weights.Weights | None, tuple[str, ...]]:
+    run: RunSettings,
+    model: Directory | None,
+    answers: Mapping[str, Any],
+    host: Host,
+    layout: Layout,
+    progress: Callable[[str], None],
+    read: bool,
+) -> tuple[Weights | None, tuple[str, ...]]:
     if run.weights is None:
         if run.command is not None:
             return None, ()
         return None, ("the run's file names no weights; add weights: with a model directory, or toy",)
-    if run.weights == TOY:
-        return weights.Weights(TOY, "toy", TOY), ()
-    path = _path(project, run.weights)
-    problems = tuple(weights.check_model_dir(path))
-    return (None, problems) if problems else (weights.plan(path, Path(layout.shm), progress, read=read), ())
+    if model is None:
+        return Weights(TOY, "toy", TOY), ()
+    if model.here:
+        source = Path(model.given)
+        problems = weights_store.check_model_dir(source)
+        if problems:
+            return None, tuple(problems)
+        there, staged = answers["copies"]
+        place = f"{layout.state}/weights"
+        return weights.pushed(source, place, layout.shm, there, staged, progress, read=read), ()
+    found = answers["weights"]
+    if found.get("action") == "changed" and read:
+        found = onhost.ask(
+            host,
+            "deploy.weights_store:look",
+            model.given,
+            layout.shm,
+            timeout=weights.SILENCE,
+            progress=progress,
+        )
+    if found.get("problems"):
+        return None, tuple(found["problems"])
+    return Weights(**found), ()
 
 
-def _data(project: Project, run: RunSettings) -> tuple[str | None, tuple[str, ...]]:
+def _data(
+    run: RunSettings,
+    data: Directory | None,
+    answers: Mapping[str, Any],
+    host: Host,
+    layout: Layout,
+    progress: Callable[[str], None],
+    read: bool,
+) -> tuple[str | None, Weights | None, tuple[str, ...]]:
+    """(their path on the host, how they get there, what is wrong with them)."""
     if run.data == TOY or (run.data is None and (run.weights == TOY or run.command is not None)):
-        return run.data if run.command is not None else TOY, ()
-    if run.data is None:
-        return None, (
-            "the run's file names no data; add data: with a directory of tokenised completions, or toy",
+        return run.data if run.command is not None else TOY, None, ()
+    if data is None:
+        return (
+            None,
+            None,
+            ("the run's file names no data; add data: with a directory of tokenised completions, or toy",),
         )
-    path = _path(project, run.data)
-    if not path.is_dir():
-        what = "are no directory" if path.exists() else "do not exist"
-        return None, (f"data {path} {what}; correct data: in the run's file",)
-    if not any(path.iterdir()):
-        return None, (
-            f"data {path} are empty; put tokenised completions there, or correct data: in the run's file",
-        )
-    return str(path), ()
-
-
-def _path(project: Project, text: str) -> Path:
-    """Relative paths in a run's file count from the project, wherever `fab` is called."""
-    return Path(os.path.normpath(project.root / Path(text).expanduser()))
-
-
-def _checkpoint(host: Host, layout: Layout) -> Mapping[str, Any] | None:
-    data = host.read(f"{layout.checkpoints}/latest/state.json")
-    try:
-        value = json.loads(data) if data is not None else None
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    if not data.here:
+        found = answers["data"]
+        problems = tuple(found["problems"])
+        return (None if problems else found["path"]), None, problems
+    source = Path(data.given)
+    problems = tuple(lookup.data_problems(source))
+    if problems:
+        return None, None, problems
+    there = answers["data_copies"][0]
+    copy = weights.pushed(source, f"{layout.state}/data", "", there, [], progress, read=read)
+    return copy.path, copy, ()

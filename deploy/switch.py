@@ -7,18 +7,16 @@ connection may go away, and the switch goes on.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy import onhost, procfs
+from deploy import onhost, stream
 from deploy.errors import DeployError
 from deploy.host import Host, HostError
 
-JOB = ("trainer.status", "deploy.files", "deploy.procfs", "deploy.switch_steps", "deploy.switch_job")
-POLL = 0.1  # seconds between two looks at the record
-START_TIMEOUT = 15.0  # seconds; it takes well below one
+JOB = "deploy.switch_job"
+START_TIMEOUT = 30.0  # seconds; below one, but for an engine that takes its time to answer
 
 
 @dataclass(frozen=True)
@@ -51,69 +49,59 @@ def start(host: Host, spec: dict[str, Any]) -> str:
     the old one is in progress, or release, run.json or program are missing.
     """
     record = record_path(spec)
-    tool = onhost.install(host, spec["state_root"], JOB)
-    path = record.replace(".json", "-spec.json")
     whole = {"run_path": None, "release_id": None, **spec, "record": record}
-    host.write(path, json.dumps(whole).encode("ascii"), mode=0o600, parents=True)
-    result = host.run(onhost.command(host, tool, path), timeout=START_TIMEOUT)
+    # Program and specification come over stdin, so that a full disk keeps no run from being stopped.
+    argv, program = onhost.script(host, JOB, "-")
+    stdin = program + json.dumps(whole).encode("ascii")
+    result = host.run(argv, timeout=START_TIMEOUT, input=stdin, check=False)
     try:
         reply = json.loads(result.out)
     except ValueError:
-        errors = (host.read(record.replace(".json", ".err")) or b"").decode(errors="replace").strip()
-        last = errors.splitlines()[-1] if errors else "no output"
-        raise HostError(f"{host.name}: the switch did not start: {last}") from None
+        errors = result.err or host.read(record.replace(".json", ".err")) or b""
+        lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {result.code}"]
+        raise HostError(f"{host.name}: the switch did not start: {lines[-1]}") from None
     if not reply["accepted"]:
         raise DeployError(f"{host.name}: {reply['message']}; look at fab status, then try again")
-    return record
+    accepted: str = reply.get("record", record)
+    return accepted
 
 
-def watch(host: Host, path: str, report: Callable[[dict[str, Any]], None]) -> Outcome:
+def watch(
+    host: Host,
+    path: str,
+    report: Callable[[dict[str, Any]], None],
+    note: stream.Note = stream.to_stderr,
+) -> Outcome:
     """Follow a switch to its end; `report` gets each step when it begins and when it ends.
 
     `path` is the record's, or the new run's directory. May be left and called again at any time: it starts
-    with the first step each time. Raises DeployError if there is no record.
+    with the first step each time. A lost connection is made again. Raises DeployError if there is no record.
     """
     record = path if path.endswith(".json") else f"{path}/switch.json"
     seen: list[dict[str, Any]] = []
-    while True:
-        value = _read(host, record)
-        # Looked at after the record was read, and the record once more after that: a job that has just
-        # ended has written its outcome by then.
-        gone = value["outcome"] == "running" and not _job_lives(host, value["job"])
-        if gone:
-            value = _read(host, record)
-        for index, step in enumerate(value["steps"]):
+    for said in stream.values(host, "deploy.switch_watch:watch", record, note=note):
+        if "missing" in said:
+            raise DeployError(f"{host.name}: there is no {record}, so no switch to watch")
+        if "gone" in said:
+            during = f" during {seen[-1]['name']}" if seen else ""
+            reason = (
+                f"the switch was interrupted{during}: its process is gone (killed, or the machine restarted)"
+            )
+            return Outcome("failed", reason, steps=seen)
+        if "record" not in said:
+            continue
+        value = said["record"]
+        try:
+            outcome = Outcome(*(value[key] for key in ("outcome", "reason", "last_lines", "exit", "steps")))
+        except KeyError:
+            raise DeployError(f"{host.name}: {record} was not written by Drafthouse") from None
+        for index, step in enumerate(outcome.steps):
             if index >= len(seen):
                 report(step)
                 seen.append(step)
             elif step != seen[index]:
                 report(step)
                 seen[index] = step
-        if value["outcome"] != "running":
-            return Outcome(
-                value["outcome"], value["reason"], value["last_lines"], value["exit"], value["steps"]
-            )
-        if gone:
-            during = f" during {value['steps'][-1]['name']}" if value["steps"] else ""
-            reason = (
-                f"the switch was interrupted{during}: its process is gone (killed, or the machine restarted)"
-            )
-            return Outcome("failed", reason, steps=value["steps"])
-        time.sleep(POLL)
-
-
-def _read(host: Host, record: str) -> dict[str, Any]:
-    data = host.read(record)
-    if data is None:
-        raise DeployError(f"{host.name}: there is no {record}, so no switch to watch")
-    try:
-        value = json.loads(data)
-        return {key: value[key] for key in ("steps", "outcome", "reason", "last_lines", "exit", "job")}
-    except (ValueError, TypeError, KeyError):
-        raise DeployError(f"{host.name}: {record} was not written by Drafthouse") from None
-
-
-def _job_lives(host: Host, job: dict[str, Any]) -> bool:
-    """Whether the process that wrote the record is there: its pid, and since when, as pids are used again."""
-    found = procfs.parse(job["pid"], (host.read(f"/proc/{job['pid']}/stat") or b"").decode(errors="replace"))
-    return found is not None and found["start"] == job["start"] and found["state"] not in "ZX"
+        if outcome.word != "running":
+            return outcome
+    raise HostError(f"{host.name}: the switch could not be watched to its end; look at fab status")

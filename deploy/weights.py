@@ -1,45 +1,42 @@
-"""Model weights: checked where they lie, then copied into shared memory, whole, versioned, behind a symlink.
+"""Model weights: found here or on the host, pushed there if need be, then copied into shared memory.
 
 ``<shm>/<name>@<digest12>`` holds a copy that never changes, ``<shm>/<name>`` points to it. A run is given the
-versioned path, so that new weights never appear under a process that has the old ones mapped. `toy` is not
-handled here: the trainer makes it, since `docker compose up` has no deploy.
+versioned path, so that new weights never appear under a process that has the old ones mapped. Directories of
+data go the same way, but for the shared memory. `deploy.weights_store` is the part that works on the host.
+`toy` is not handled here: the trainer makes it, since `docker compose up` has no deploy.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import glob
-import hashlib
-import json
-import os
-import shutil
-import tempfile
+import dataclasses
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import files
+from deploy import onhost, weights_store
 from deploy.errors import DeployError
+from deploy.host import Host
 from deploy.sizes import size
 
-MANIFEST = ".drafthouse.json"
-_CHUNK = 1 << 24  # bytes
-_LARGEST_HEADER = 100 << 20  # what safetensors itself accepts
+SILENCE = 120.0  # seconds without a word of a copy; it tells how far it is every 10 s
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a deploy will do about the weights, and where the run finds them."""
+    """What a deploy will do about the weights, or about a directory of data, and where the run finds them."""
 
-    source: str  # as in the run's file
-    action: str  # toy | in-place | present | copy | changed (only told to those who do not want to wait)
+    source: str  # as in the run's file; on the host, unless `action` is push
+    action: str  # toy | in-place | present | copy | push | changed (only told to those who will not wait)
     path: str | None  # what the run is given; None: the digest is not known yet
     name: str = ""
     digest: str = ""
     bytes: int = 0
     root: str = ""  # of shared memory
+    kept: str = ""  # on the host's disk, what was pushed from this machine
 
     def describe(self) -> str:
         if self.action == "toy":
@@ -48,253 +45,107 @@ class Weights:
             return f"{self.path} ({size(self.bytes)}), in shared memory already, used where it lies"
         if self.action == "present":
             return f"{self.path} ({size(self.bytes)}), unchanged"
-        return f"copy {self.source} ({size(self.bytes)}) to {self.path}"
+        if self.action == "push":
+            staged = f", then copy them to {self.path}" if self.path != self.kept else ""
+            return f"push {self.source} ({size(self.bytes)}) of this machine to {self.kept}{staged}"
+        whence = f"{self.kept}, pushed before," if self.kept else self.source
+        return f"copy {whence} ({size(self.bytes)}) to {self.path}"
+
+    def boot(self) -> dict[str, str] | None:
+        """What stages them again after a reboot, the arguments of `weights_store.stage`; None for the toy."""
+        if self.action == "toy" or self.path is None:
+            return None
+        return {"source": self.kept or self.source, "path": self.path, "digest": self.digest}
 
 
-# -- checks ------------------------------------------------------------------------------------------------
-
-
-def check_model_dir(path: Path) -> list[str]:
-    """What is wrong with a model directory, a sentence each; empty if it can be loaded.
-
-    Reads headers only: every safetensors file must be exactly as long as its header says, and every file that
-    the index names must be there. A copy that broke off, a Git LFS pointer and a half download all show here.
-    """
-    if not path.exists():
-        return [f"weights {path} do not exist; correct weights: in the run's file"]
-    if not path.is_dir():
-        return [f"weights {path} are no directory; give the directory that holds config.json"]
-    found = []
-    config = _json(path / "config.json")
-    if isinstance(config, str):
-        found.append(f"weights {path}: {config}; copy the model again")
-    tensors = sorted(path.glob("*.safetensors"))
-    if not tensors:
-        other = next(iter(sorted(path.glob("*.bin"))), None)
-        what = f" ({other.name} is there: convert it)" if other else ""
-        found.append(f"weights {path} hold no *.safetensors file{what}; copy the model again")
-    if (path / "model.safetensors.index.json").exists():
-        index = _json(path / "model.safetensors.index.json")
-        named = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(named, dict):
-            found.append(
-                f"weights {path}: model.safetensors.index.json has no weight_map; copy the model again"
-            )
-        else:
-            missing = sorted({str(name) for name in named.values()} - {file.name for file in tensors})
-            if missing:
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                found.append(
-                    f"weights {path} lack {missing[0]}{more}, which the index names; copy the model again"
-                )
-    for file in tensors:
-        problem = safetensors_problem(file)
-        if problem:
-            found.append(f"weights {path}: {file.name} {problem}; copy it again")
-    for relative, file in _files(path):
-        if file not in (path / "config.json", *tensors) and not file.exists():
-            found.append(
-                f"weights {path}: the link {relative} leads nowhere; remove it, or copy the model again"
-            )
-    return found
-
-
-def safetensors_problem(path: Path) -> str | None:
-    """Why a safetensors file cannot be whole; None if its header agrees with its size.
-
-    The format: 8 bytes, little-endian, give the length of a JSON header, whose `data_offsets` count from the
-    end of the header (github.com/huggingface/safetensors, README).
-    """
-    try:
-        actual = path.stat().st_size
-        with open(path, "rb") as file:
-            start = file.read(8)
-            if start == b"version ":
-                return "is a Git LFS pointer, not the file itself"
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > _LARGEST_HEADER or 8 + length > actual:
-                return f"is damaged: {size(actual)} cannot hold its header"
-            header = json.loads(file.read(length))
-        ends = [item["data_offsets"][1] for key, item in header.items() if key != "__metadata__"]
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        return "is damaged: its header is no valid JSON"
-    expected = 8 + length + max(ends, default=0)
-    if actual != expected:
-        return f"is {actual:,} bytes long, but its header says {expected:,}"
-    return None
-
-
-def _json(path: Path) -> dict[str, Any] | str:
-    """The object in a file, or what is wrong with it."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
-    except ValueError:
-        return f"{path.name} is no valid JSON"
-    return value if isinstance(value, dict) else f"{path.name} holds no JSON object"
-
-
-# -- planning ----------------------------------------------------------------------------------------------
-
-
-def plan(
-    source: Path, shm: Path, progress: Callable[[str], None] = lambda text: None, *, read: bool = True
+def pushed(
+    source: Path,
+    place: str,
+    root: str,
+    there: Sequence[Mapping[str, Any]],
+    staged: Sequence[Mapping[str, Any]],
+    progress: Progress = weights_store.silent,
+    *,
+    read: bool = True,
 ) -> Weights:
-    """What has to happen so that `source` is in shared memory. Reads; hashes only what is new or changed.
+    """What has to happen so that `source`, a directory of this machine, is in `place` on a host.
 
-    Without `read` what would have to be hashed is called changed, since 50 GB take a minute. `source` must
-    have passed `check_model_dir`.
+    `there` and `staged` are what `weights_store.known` says of `place` and of shared memory, `root`, which is
+    empty for data, as those are not staged. Reads; hashes only what no manifest there tells of.
     """
-    total = sum(path.stat().st_size for _, path in _files(source))
-    name = source.resolve().name
-    if _on_tmpfs(source):
-        return Weights(str(source), "in-place", str(source), name, "", total, str(shm))
-    stamp = _stamp(source)
-    staged = shm / name
-    manifest = _json(staged / MANIFEST)
-    if (
-        isinstance(manifest, dict)
-        and manifest.get("stamp") == stamp
-        and manifest.get("source") == str(source)
-    ):
-        digest = str(manifest.get("digest"))
-    elif not read:
-        return Weights(str(source), "changed", None, name, "", total, str(shm))
-    else:
-        progress(f"reading {size(total)} of weights")
-        digest = _tree_digest(list(_files(source)))
-    path = shm / f"{name}@{digest[:12]}"
-    present = _whole(path, stamp)
-    return Weights(str(source), "present" if present else "copy", str(path), name, digest, total, str(shm))
+    stamp = weights_store.stamp_of(source)
+    total, name, origin = (
+        sum(length for length, _ in stamp.values()),
+        source.resolve().name,
+        origin_of(source),
+    )
+    digest = next((one["digest"] for one in there if (one["source"], one["stamp"]) == (origin, stamp)), None)
+    made = Weights(str(source), "changed", None, name, "", total, root)
+    if digest is None:
+        if not read:
+            return made
+        progress(f"reading {size(total)} of {source}")
+        digest = weights_store.tree_digest(source, progress)
+    version = f"{name}@{digest[:12]}"
+    kept, path = f"{place}/{version}", f"{root or place}/{version}"
+    made = dataclasses.replace(made, path=path, digest=digest, kept=kept)
+    if not any(one["path"] == kept for one in there):
+        return dataclasses.replace(made, action="push")
+    is_staged = not root or any(one["path"] == path for one in staged)
+    return dataclasses.replace(made, action="present" if is_staged else "copy")
 
 
-def _stamp(source: Path) -> dict[str, list[int]]:
-    """Size and time of change of every file: what tells whether the source is still what was copied."""
-    return {relative: [path.stat().st_size, path.stat().st_mtime_ns] for relative, path in _files(source)}
+def origin_of(source: Path) -> str:
+    """How a host is told where a directory came from."""
+    return f"{socket.gethostname()}:{source}"
 
 
-def _whole(path: Path, stamp: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a copy in shared memory has all of its files, each as long as the source's."""
-    return isinstance(_json(path / MANIFEST), dict) and all(
-        (path / relative).is_file() and (path / relative).stat().st_size == length
-        for relative, (length, _) in stamp.items()
+def bring(host: Host, found: Weights, progress: Progress) -> None:
+    """Carry out what is planned for weights or data. Raises DeployError; then nothing has changed."""
+    if found.action == "push":
+        push(host, found, progress)
+    if found.root and found.action in ("push", "copy", "present"):
+        boot = found.boot()
+        assert boot
+        onhost.ask(
+            host,
+            "deploy.weights_store:stage",
+            *boot.values(),
+            timeout=SILENCE,
+            # A connection of its own only for what takes its time.
+            progress=None if found.action == "present" else progress,
+        )
+
+
+def push(host: Host, found: Weights, progress: Progress) -> None:
+    """Send a directory of this machine to the host's disk, where it appears once all of it has arrived."""
+    source = Path(found.source)
+    stamp = weights_store.stamp_of(source)
+    progress(f"sending {size(found.bytes)} from {source}")
+    onhost.ask(
+        host,
+        "deploy.weights_store:receive",
+        found.kept,
+        origin_of(source),
+        found.digest,
+        stamp,
+        stream=_contents(source, stamp),
+        timeout=SILENCE,
+        progress=progress,
     )
 
 
-def stage(weights: Weights, progress: Callable[[str], None] = lambda text: None) -> None:
-    """Carry the plan out. Raises DeployError, nothing changed, if there is no room or the copy differs."""
-    if weights.action not in ("copy", "present"):
-        return
-    target = Path(str(weights.path))
-    with _lock(target.parent, weights.name, progress):
-        _clear(target.parent, weights.name)
-        if weights.action == "copy" and not _whole(
-            target, _stamp(Path(weights.source))
-        ):  # else another name's deploy was faster
-            _make_room_and_copy(weights, target, progress)
-            _clear(target.parent, weights.name)
-        link = target.with_name(weights.name)
+def _contents(source: Path, stamp: Mapping[str, Sequence[int]]) -> Iterator[bytes]:
+    """The files of `stamp` one after the other, each as long as it says, as the other side counts on it."""
+    for relative, (length, _) in stamp.items():
+        left = length
         try:
-            files.replace_link(link, target.name)
+            with open(source / relative, "rb") as file:
+                while left:
+                    block = file.read(min(left, weights_store.CHUNK))
+                    if not block:
+                        raise DeployError(f"{source / relative} became shorter while it was sent")
+                    left -= len(block)
+                    yield block
         except OSError as error:
-            raise DeployError(f"{link} is in the way ({error.strerror}); move it aside") from None
-
-
-@contextlib.contextmanager
-def _lock(shm: Path, name: str, progress: Callable[[str], None]) -> Iterator[None]:
-    """Shared memory is shared: runs of several names, and several clients, may have the same weights."""
-    path = shm / f".{name}.lock"
-    try:
-        shm.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise DeployError(f"{path} cannot be made ({error.strerror}); correct shm: in fabric.yaml") from None
-    try:
-        if not files.take(lock):
-            progress(f"another deploy copies weights {name} into {shm}; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _clear(shm: Path, name: str) -> None:
-    """Remove damaged copies and what a killed deploy left. Only with the lock: then nobody else copies."""
-    for left in (*shm.glob(f".{glob.escape(name)}.incoming.*"), *shm.glob(f".damaged-{glob.escape(name)}@*")):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _make_room_and_copy(weights: Weights, target: Path, progress: Callable[[str], None]) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < weights.bytes:
-        raise DeployError(
-            f"{target.parent} has {size(free)} free, but the weights need {size(weights.bytes)}; "
-            "remove weights that no run uses, or choose another place with shm: in fabric.yaml"
-        )
-    _copy(Path(weights.source), target, weights, progress)
-
-
-def _copy(source: Path, target: Path, weights: Weights, progress: Callable[[str], None]) -> None:
-    """Copy and hash in one pass; the directory appears under its name only when the digest is right."""
-    incoming = Path(tempfile.mkdtemp(prefix=f".{weights.name}.incoming.", dir=target.parent))
-    try:
-        hashed, done, stamp = hashlib.blake2b(digest_size=16), 0, {}
-        for relative, path in _files(source):
-            info = path.stat()
-            stamp[relative] = [info.st_size, info.st_mtime_ns]
-            hashed.update(f"{relative}\0{info.st_size}\n".encode())
-            copy = incoming / relative
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "rb") as reading, open(copy, "wb") as writing:
-                for chunk in iter(lambda: reading.read(_CHUNK), b""):
-                    hashed.update(chunk)
-                    writing.write(chunk)
-                    done += len(chunk)
-            copy.chmod(0o444)
-            progress(f"copied {size(done)} of {size(weights.bytes)}")
-        if hashed.hexdigest() != weights.digest:
-            raise DeployError(
-                f"weights {source} changed while they were copied; deploy again when they are whole"
-            )
-        manifest = {"source": str(source), "digest": weights.digest, "hash": "blake2b-128", "stamp": stamp}
-        (incoming / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        incoming.chmod(0o755)
-        if target.exists():  # there, but not whole: plan() found a file missing or short
-            os.rename(target, target.with_name(f".damaged-{target.name}-{os.getpid()}"))
-        os.rename(incoming, target)
-    except BaseException as error:
-        shutil.rmtree(incoming, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise DeployError(f"weights {source} could not be copied to {target}: {error.strerror}") from None
-        raise
-
-
-def _files(source: Path) -> Iterator[tuple[str, Path]]:
-    """(relative name, path) of what is copied, in a fixed order: all but hidden files; links are followed."""
-    for folder, folders, names in os.walk(source, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith("."):
-                path = Path(folder) / name
-                yield str(path.relative_to(source)), path
-
-
-def _tree_digest(parts: list[tuple[str, Path]]) -> str:
-    hashed = hashlib.blake2b(digest_size=16)
-    for relative, path in parts:
-        hashed.update(f"{relative}\0{path.stat().st_size}\n".encode())
-        with open(path, "rb") as reading:
-            for chunk in iter(lambda: reading.read(_CHUNK), b""):
-                hashed.update(chunk)
-    return hashed.hexdigest()
-
-
-def _on_tmpfs(path: Path) -> bool:
-    from deploy.machine import filesystem
-
-    return filesystem(path) == "tmpfs"
+            raise DeployError(f"{source / relative} cannot be read: {error.strerror}") from None

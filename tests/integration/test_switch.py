@@ -267,7 +267,7 @@ from deploy import switch
 from deploy.host import Local, Result
 class Login(Local):
     def _run(self, argv, timeout, env, input):
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True)
+        done = subprocess.run(argv, input=input, capture_output=True)
         return Result(done.returncode, done.stdout, done.stderr)
 record = switch.start(Login(), json.load(open(sys.argv[1])))
 print(record, flush=True)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from deploy import CHECKOUT, evidence, lock, onhost, switch
+from deploy import CHECKOUT, bootunit, evidence, lock, onhost, switch
 from deploy.errors import DeployError
 from deploy.host import HostError, Local
 
-ON_HOST = onhost.needed(evidence.PROBE[-1]) + onhost.needed(switch.JOB[-1]) + onhost.needed(lock.HOLDER[-1])
-ON_HOST += onhost.needed("deploy.boot") + onhost.needed("deploy.unitfile")
-ON_HOST = tuple(sorted({*ON_HOST, "deploy.errors"}))
+MAINS = (evidence.PROBE, switch.JOB, lock.HOLDER, *bootunit.MODULES)
+# Whatever is asked for anywhere.
+ASKED = {
+    module
+    for path in (CHECKOUT / "deploy").rglob("*.py")
+    for module in re.findall(r'"((?:deploy|trainer)\.\w+):\w+"', path.read_text())
+    if module != "deploy.module"
+}
+ON_HOST = sorted({"deploy.errors", *(name for main in (*MAINS, *ASKED) for name in onhost.needed(main))})
 
 
 @pytest.mark.parametrize("module", ON_HOST)
@@ -51,21 +58,21 @@ def test_what_a_script_needs_is_found_by_following_its_imports():
 def test_a_program_over_stdin_needs_no_file_and_no_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/no/such/place")
-    argv = onhost.command(Local(), "-", "--state", str(tmp_path), "--sample", "0")
-    result = Local().run(argv, timeout=30, input=onhost.program(evidence.PROBE))
+    argv, stdin = onhost.script(Local(), evidence.PROBE, "--state", str(tmp_path), "--sample", "0")
+    result = Local().run(argv, timeout=30, input=stdin)
     assert result.out.startswith(b'{"schema": 1')
 
 
 def test_an_installed_tool_is_named_by_its_content_and_installed_once(tmp_path):
-    first = onhost.install(Local(), str(tmp_path), switch.JOB)
-    assert onhost.install(Local(), str(tmp_path), switch.JOB) == first
+    first = onhost.install(Local(), str(tmp_path), [switch.JOB])
+    assert onhost.install(Local(), str(tmp_path), [switch.JOB]) == first
     assert len(list((tmp_path / "tools").iterdir())) == 1
-    other = onhost.install(Local(), str(tmp_path), ("trainer.status", "deploy.procfs"))
+    other = onhost.install(Local(), str(tmp_path), ["deploy.procfs"])
     assert other != first
 
 
 def test_an_installed_tool_runs_and_leaves_no_cache_files(tmp_path):
-    tool = onhost.install(Local(), str(tmp_path), switch.JOB)
+    tool = onhost.install(Local(), str(tmp_path), [switch.JOB])
     result = Local().run(onhost.command(Local(), tool, "/no/such/spec.json"), timeout=30, check=False)
     assert result.code != 0
     assert b"/no/such/spec.json" in result.err
@@ -112,7 +119,7 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "deploy" / "second.py").write_text("from trainer.third import WORD\n")
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "third.py").write_text("WORD = 'grün ❯'\n")
-    caches = (onhost.needed, onhost._program, onhost._packed)
+    caches = (onhost.needed, onhost._packed)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(onhost, "CHECKOUT", tmp_path)

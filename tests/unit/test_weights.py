@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from deploy import weights
+from deploy import weights, weights_store
 from deploy.errors import DeployError
-from deploy.weights import Weights, check_model_dir
+from deploy.host import Local
+from deploy.weights import Weights
+from deploy.weights_store import check_model_dir
 
 
 def tensor_file(path: Path, payload: bytes = b"\x01" * 16, *, claimed: int | None = None) -> None:
@@ -38,7 +40,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the tests' own directory is a tmpfs must not matter."""
-    monkeypatch.setattr(weights, "_on_tmpfs", lambda path: False)
+    monkeypatch.setattr(weights_store, "on_tmpfs", lambda path: False)
 
 
 # -- checks ------------------------------------------------------------------------------------------------
@@ -125,6 +127,16 @@ def test_a_model_that_is_not_whole_is_one_sentence(kind: str, model: Path) -> No
 # -- staging -----------------------------------------------------------------------------------------------
 
 
+def plan(source: Path, shm: Path, **more: Any) -> Weights:
+    return Weights(**weights_store.look(str(source), str(shm), **more))
+
+
+def stage(planned: Weights, *more: Any) -> str:
+    boot = planned.boot()
+    assert boot
+    return weights_store.stage(*boot.values(), *more)
+
+
 def entries(path: Path) -> list[str]:
     """What is in shared memory, but for the lock file, which stays."""
     return sorted(set(os.listdir(path)) - {".small.lock"}) if path.exists() else []
@@ -135,10 +147,10 @@ def test_weights_appear_under_their_digest_behind_a_link(model: Path, tmp_path: 
     (model / "sub").mkdir()
     (model / "sub" / "x.txt").write_text("x")
     (model / ".git").mkdir()
-    planned = weights.plan(model, shm)
+    planned = plan(model, shm)
     assert (planned.action, planned.path) == ("copy", f"{shm}/small@{planned.digest[:12]}")
     assert entries(shm) == []
-    weights.stage(planned)
+    stage(planned)
     assert entries(shm) == ["small", f"small@{planned.digest[:12]}"]
     assert os.readlink(shm / "small") == f"small@{planned.digest[:12]}"
     assert sorted(os.listdir(shm / "small")) == [
@@ -153,47 +165,47 @@ def test_weights_appear_under_their_digest_behind_a_link(model: Path, tmp_path: 
 def test_weights_that_are_there_are_neither_copied_nor_read_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights.stage(weights.plan(model, tmp_path / "shm"))
-    monkeypatch.setattr(weights, "_tree_digest", lambda files: pytest.fail("the weights were read again"))
-    monkeypatch.setattr(weights, "_copy", lambda *_: pytest.fail("the weights were copied again"))
-    planned = weights.plan(model, tmp_path / "shm")
+    stage(plan(model, tmp_path / "shm"))
+    monkeypatch.setattr(weights_store, "tree_digest", lambda *_: pytest.fail("the weights were read again"))
+    monkeypatch.setattr(weights_store, "_copy", lambda *_: pytest.fail("the weights were copied again"))
+    planned = plan(model, tmp_path / "shm")
     assert planned.action == "present"
-    weights.stage(planned)
+    stage(planned)
 
 
 def test_who_does_not_want_to_wait_is_only_told_that_weights_changed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights.stage(weights.plan(model, tmp_path / "shm"))
-    monkeypatch.setattr(weights, "_tree_digest", lambda files: pytest.fail("the weights were read"))
-    assert weights.plan(model, tmp_path / "shm", read=False).action == "present"
+    stage(plan(model, tmp_path / "shm"))
+    monkeypatch.setattr(weights_store, "tree_digest", lambda *_: pytest.fail("the weights were read"))
+    assert plan(model, tmp_path / "shm", read=False).action == "present"
     tensor_file(model / "model.safetensors", b"\x04" * 16)
-    assert weights.plan(model, tmp_path / "shm", read=False).action == "changed"
+    assert plan(model, tmp_path / "shm", read=False).action == "changed"
 
 
 def test_changed_weights_are_another_version_and_the_old_one_stays_as_it_was(
     model: Path, tmp_path: Path
 ) -> None:
     shm = tmp_path / "shm"
-    first = weights.plan(model, shm)
-    weights.stage(first)
+    first = plan(model, shm)
+    stage(first)
     old = Path(str(first.path)) / "model.safetensors"
     before = (old.read_bytes(), old.stat().st_mtime_ns)
     tensor_file(model / "model.safetensors", b"\x02" * 16)
-    second = weights.plan(model, shm)
+    second = plan(model, shm)
     assert second.digest != first.digest
-    weights.stage(second)
+    stage(second)
     assert (old.read_bytes(), old.stat().st_mtime_ns) == before
     assert os.readlink(shm / "small") == Path(str(second.path)).name
 
 
 def test_a_copy_that_lost_a_file_is_made_again(model: Path, tmp_path: Path) -> None:
     shm = tmp_path / "shm"
-    weights.stage(weights.plan(model, shm))
+    stage(plan(model, shm))
     (shm / "small" / "config.json").unlink()
-    again = weights.plan(model, shm)
+    again = plan(model, shm)
     assert again.action == "copy"
-    weights.stage(again)
+    stage(again)
     assert check_model_dir(shm / "small") == []
 
 
@@ -201,8 +213,8 @@ def test_two_names_that_stage_the_same_weights_at_once_copy_them_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shm = tmp_path / "shm"
-    planned = weights.plan(model, shm)
-    copying, waiting, copied, copy = threading.Event(), threading.Event(), [], weights._copy
+    planned = plan(model, shm)
+    copying, waiting, copied, copy = threading.Event(), threading.Event(), [], weights_store._copy
 
     def slow(*arguments: Any) -> None:
         copying.set()
@@ -210,15 +222,15 @@ def test_two_names_that_stage_the_same_weights_at_once_copy_them_once(
         copy(*arguments)
         copied.append(1)
 
-    monkeypatch.setattr(weights, "_copy", slow)
+    monkeypatch.setattr(weights_store, "_copy", slow)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(weights.stage, planned)
+        first = pool.submit(stage, planned)
         assert copying.wait(60)
         said: list[str] = []
-        second = pool.submit(weights.stage, planned, lambda text: (said.append(text), waiting.set()))
+        second = pool.submit(stage, planned, lambda text: (said.append(text), waiting.set()))
         first.result(60)
         second.result(60)
-    assert said == [f"another deploy copies weights small into {shm}; waiting for it"]
+    assert said == [f"another deploy copies small into {shm}; waiting for it"]
     assert copied == [1]
     assert entries(shm) == ["small", f"small@{planned.digest[:12]}"]
 
@@ -231,17 +243,17 @@ def test_what_a_killed_copy_left_behind_is_removed_and_other_weights_are_let_be(
     for name in (".small.incoming.abc", ".damaged-small@0123456789ab-17", *others):
         (shm / name).mkdir(parents=True)
         (shm / name / "x").touch()
-    planned = weights.plan(model, shm)
-    weights.stage(planned)
+    planned = plan(model, shm)
+    stage(planned)
     assert entries(shm) == sorted(["small", f"small@{planned.digest[:12]}", *others])
 
 
 def test_a_damaged_copy_does_not_stay_beside_the_new_one(model: Path, tmp_path: Path) -> None:
     shm = tmp_path / "shm"
-    weights.stage(weights.plan(model, shm))
+    stage(plan(model, shm))
     (shm / "small" / "config.json").unlink()
-    planned = weights.plan(model, shm)
-    weights.stage(planned)
+    planned = plan(model, shm)
+    stage(planned)
     assert entries(shm) == ["small", f"small@{planned.digest[:12]}"]
 
 
@@ -250,7 +262,7 @@ def test_links_of_a_download_cache_are_followed(model: Path, tmp_path: Path) -> 
     snapshot.mkdir()
     for name in ("config.json", "model.safetensors"):
         (snapshot / name).symlink_to(model / name)
-    weights.stage(weights.plan(snapshot, tmp_path / "shm"))
+    stage(plan(snapshot, tmp_path / "shm"))
     copied = tmp_path / "shm" / "snapshot" / "model.safetensors"
     assert not copied.is_symlink()
     assert copied.read_bytes() == (model / "model.safetensors").read_bytes()
@@ -258,11 +270,11 @@ def test_links_of_a_download_cache_are_followed(model: Path, tmp_path: Path) -> 
 
 def test_without_room_nothing_is_copied(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shm = tmp_path / "shm"
-    planned = weights.plan(model, shm)
+    planned = plan(model, shm)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3))
     with pytest.raises(DeployError) as caught:
-        weights.stage(planned)
+        stage(planned)
     assert str(caught.value) == (
         f"{shm} has 3 B free, but the weights need {planned.bytes} B; remove weights that no run uses, or choose "  # noqa: E501
         "another place with shm: in fabric.yaml"
@@ -271,24 +283,24 @@ def test_without_room_nothing_is_copied(model: Path, tmp_path: Path, monkeypatch
 
 
 def test_weights_that_change_while_they_are_copied_are_refused(model: Path, tmp_path: Path) -> None:
-    planned = weights.plan(model, tmp_path / "shm")
+    planned = plan(model, tmp_path / "shm")
     tensor_file(model / "model.safetensors", b"\x03" * 16)
     with pytest.raises(DeployError, match="changed while they were copied"):
-        weights.stage(planned)
+        stage(planned)
     assert entries(tmp_path / "shm") == []
 
 
 def test_a_link_that_is_in_the_way_is_one_sentence(model: Path, tmp_path: Path) -> None:
     (tmp_path / "shm" / "small").mkdir(parents=True)
     with pytest.raises(DeployError, match="is in the way"):
-        weights.stage(weights.plan(model, tmp_path / "shm"))
+        stage(plan(model, tmp_path / "shm"))
 
 
 def test_weights_in_shared_memory_are_used_where_they_lie(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_on_tmpfs", lambda path: True)
-    planned = weights.plan(model, Path("/dev/shm/drafthouse"))
+    monkeypatch.setattr(weights_store, "on_tmpfs", lambda path: True)
+    planned = plan(model, Path("/dev/shm/drafthouse"))
     assert (planned.action, planned.path) == ("in-place", str(model))
 
 
@@ -299,7 +311,102 @@ def test_weights_in_shared_memory_are_used_where_they_lie(
         (Weights("/m", "in-place", "/m", bytes=5), "/m (5 B), in shared memory already, used where it lies"),
         (Weights("/m", "present", "/s/m@1", bytes=54_000_000_000), "/s/m@1 (54 GB), unchanged"),
         (Weights("/m", "copy", "/s/m@1", bytes=1234), "copy /m (1.2 kB) to /s/m@1"),
+        (
+            Weights("/m", "copy", "/s/m@1", bytes=1234, kept="/k/m@1"),
+            "copy /k/m@1, pushed before, (1.2 kB) to /s/m@1",
+        ),
+        (
+            Weights("/m", "push", "/s/m@1", bytes=1234, kept="/k/m@1"),
+            "push /m (1.2 kB) of this machine to /k/m@1, then copy them to /s/m@1",
+        ),
+        (
+            Weights("/d", "push", "/k/d@1", bytes=1234, kept="/k/d@1"),
+            "push /d (1.2 kB) of this machine to /k/d@1",
+        ),
     ],
 )
 def test_the_plan_says_what_happens_to_the_weights(planned: Weights, text: str) -> None:
     assert planned.describe() == text
+
+
+# -- pushing -----------------------------------------------------------------------------------------------
+
+
+def to_push(model: Path, state: Path, shm: Path, **more: Any) -> Weights:
+    place = str(state / "weights")
+    known = weights_store.known
+    return weights.pushed(
+        model, place, str(shm), known(place, model.name), known(str(shm), model.name), **more
+    )
+
+
+def test_pushed_weights_lie_on_disk_and_in_shared_memory_and_are_not_sent_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, shm = tmp_path / "state", tmp_path / "shm"
+    (model / "sub").mkdir()
+    (model / "sub" / "empty.txt").touch()
+    planned = to_push(model, state, shm)
+    assert planned.action == "push"
+    weights.bring(Local(), planned, lambda text: None)
+    version = f"small@{planned.digest[:12]}"
+    for place in (state / "weights" / version, shm / version, shm / "small"):
+        assert check_model_dir(place) == []
+        assert (place / "sub" / "empty.txt").read_bytes() == b""
+    monkeypatch.setattr(weights_store, "tree_digest", lambda *_: pytest.fail("the weights were read again"))
+    assert to_push(model, state, shm).action == "present"
+    shutil.rmtree(shm)  # a reboot
+    again = to_push(model, state, shm)
+    assert again.action == "copy"
+    assert again.boot() == {
+        "source": str(state / "weights" / version),
+        "path": str(shm / version),
+        "digest": planned.digest,
+    }
+    weights.bring(Local(), again, lambda text: None)
+    assert check_model_dir(shm / "small") == []
+
+
+def test_data_are_pushed_to_disk_only(model: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "state" / "data")
+    planned = weights.pushed(model, place, "", [], [])
+    weights.bring(Local(), planned, lambda text: None)
+    assert planned.path == planned.kept
+    assert check_model_dir(Path(planned.kept)) == []
+    there = weights_store.known(place, "small")
+    assert weights.pushed(model, place, "", there, []).action == "present"
+
+
+def test_who_does_not_want_to_wait_is_told_that_what_would_be_pushed_is_new(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_store, "tree_digest", lambda *_: pytest.fail("the weights were read"))
+    assert to_push(model, tmp_path / "state", tmp_path / "shm", read=False).action == "changed"
+
+
+def test_a_push_that_breaks_off_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = to_push(model, tmp_path / "state", tmp_path / "shm")
+    real = weights_store.stamp_of(model)
+    (model / "model.safetensors").write_bytes(b"short")
+    monkeypatch.setattr(weights_store, "stamp_of", lambda source: real)
+    with pytest.raises(DeployError, match=r"model\.safetensors became shorter while it was sent$"):
+        weights.push(Local(), planned, lambda text: None)
+    assert entries(tmp_path / "state" / "weights") == []
+
+
+def test_what_arrives_otherwise_than_its_digest_says_does_not_stay(model: Path, tmp_path: Path) -> None:
+    planned = to_push(model, tmp_path / "state", tmp_path / "shm")
+    tensor_file(model / "model.safetensors", b"\x03" * 16)
+    with pytest.raises(DeployError, match="changed while they were copied; deploy again when they are whole"):
+        weights.push(Local(), planned, lambda text: None)
+    assert entries(tmp_path / "state" / "weights") == []
+
+
+def test_a_push_that_was_killed_is_cleared_by_the_next(model: Path, tmp_path: Path) -> None:
+    place = tmp_path / "state" / "weights"
+    (place / ".small.incoming.abc").mkdir(parents=True)
+    planned = to_push(model, tmp_path / "state", tmp_path / "shm")
+    weights.push(Local(), planned, lambda text: None)
+    assert entries(place) == [f"small@{planned.digest[:12]}"]

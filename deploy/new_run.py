@@ -1,0 +1,102 @@
+"""The directory of a new run, with its run.json and its secrets, and the places that a run writes to.
+
+Runs ON the host, asked by `deploy.execute` and by the boot unit. Standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from deploy.errors import DeployError
+from trainer import status
+
+
+def make(
+    state_root: str,
+    run: dict[str, Any],
+    secrets: str | None = None,
+    directories: list[str] | None = None,
+    owner: list[int] | None = None,
+) -> dict[str, Any]:
+    """Make the next run of ``run["name"]`` and return its run.json, with ``path``, its directory, beside it.
+
+    `run` holds the fields of `status.Run`; run_id, secrets_file and created are filled in here. `secrets` is
+    the content of its secrets file, which nobody but its owner may read. `directories` are made if they are
+    missing. With `owner`, a user and a group, all of these belong to it, as far as they lie below the name's
+    own directory or were made here. Raises DeployError, and leaves nothing, if that cannot be.
+    """
+    state, name = Path(state_root), run["name"]
+    home = state / "names" / name
+    try:
+        for directory in directories or []:
+            _directory(Path(directory), home, owner)
+        made = status.allocate_run(state / "runs", name)
+    except OSError as error:
+        raise DeployError(
+            f"{error.filename or state / 'runs'} cannot take a new run of {name}: {error.strerror}"
+        ) from None
+    run_id = made.path.name
+    file = str(home / f"secrets-{run_id}") if secrets is not None else None
+    known = {field.name for field in dataclasses.fields(status.Run)}
+    fields = {key: value for key, value in run.items() if key in known}
+    whole = status.Run(**{**fields, "run_id": run_id, "secrets_file": file, "created": time.time()})
+    try:
+        if file and secrets is not None:
+            write_secrets(file, secrets, owner)
+        made.write_run(whole)
+        if owner:
+            os.chown(made.path, *owner)
+    except BaseException as error:
+        discard(str(made.path), file)
+        if isinstance(error, OSError):
+            raise DeployError(
+                f"{error.filename or made.path} cannot be written for a new run of {name}: {error.strerror}"
+            ) from None
+        raise
+    return {"path": str(made.path), "run": dataclasses.asdict(whole)}
+
+
+def discard(path: str, secrets_file: str | None = None) -> None:
+    """Remove a run that was never started, with its secrets."""
+    shutil.rmtree(path, ignore_errors=True)
+    if secrets_file:
+        with contextlib.suppress(OSError):
+            os.unlink(secrets_file)
+
+
+def write_secrets(path: str, content: str, owner: list[int] | None) -> None:
+    """A file of mode 0400, which appears whole."""
+    place = Path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), 0o400)
+            if owner:
+                os.fchown(file.fileno(), *owner)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _directory(path: Path, home: Path, owner: list[int] | None) -> None:
+    """Have a directory that the run can write to. What is somebody else's stays as it is."""
+    there = path.is_dir()
+    path.mkdir(parents=True, exist_ok=True)
+    if owner and (not there or home in path.parents) and os.stat(path).st_uid != owner[0]:
+        for folder, folders, files in os.walk(path):
+            for entry in (*folders, *files):
+                os.chown(os.path.join(folder, entry), *owner, follow_symlinks=False)
+        os.chown(path, *owner)
