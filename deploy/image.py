@@ -1,9 +1,9 @@
 """The trainer's image: what goes into it, and how it gets to a host without a registry.
 
 An image is two, one on the other. The *packages* (Debian, Python, tini, PyTorch: gigabytes, changed once a
-month) are built on the host, or built here and shipped. Our own *code* (kilobytes, changed ten times an hour) is
-put on top of them by the host's engine, with nothing but files that we send: no network, no package index.
-So after a change of the code only the code travels, whoever built the packages.
+month) are built on the host, or built here and shipped. Our own *code* (kilobytes, changed ten times an
+hour) is put on top of them by the host's engine, with nothing but files that we send: no network, no package
+index. So after a change of the code only the code travels, whoever built the packages.
 
 Both are named by a digest of everything that goes in. A tag appears when its image is whole, never before.
 """
@@ -63,7 +63,7 @@ class Image:
 
 
 def describe(root: Path, settings: Settings, variant: str) -> Image:
-    """The image that the checkout `root` makes with the run's `image:` settings. Reads files, changes nothing.
+    """The image that the checkout `root` makes with the run's `image:` settings. Only reads files.
 
     `variant` is ``cpu`` or ``gpu``. Raises DeployError if a file that goes in cannot be read.
     """
@@ -85,7 +85,7 @@ def describe(root: Path, settings: Settings, variant: str) -> Image:
 
 
 def plan(facts: Mapping[str, Any], image: Image, build: Build) -> Action:
-    """What has to be done before a container of `image` can start: nothing, a build there, or a ship. Pure."""
+    """What has to be done before a container of `image` can start: nothing, a build, or a ship. Pure."""
     if _is_there(facts, image.reference):
         return "there"
     return "ship" if build == "local" else "build"
@@ -107,7 +107,7 @@ def _is_there(facts: Mapping[str, Any], reference: str) -> bool:
 
 
 def make(host: Host, state: str, image: Image, action: Action, report: Report) -> None:
-    """Carry out what `plan` decided. `state` is the host's state root. Raises DeployError; see docs/image.md."""
+    """Carry out what `plan` decided. `state` is the host's state root. Raises DeployError."""
     if action == "build":
         build_on_host(host, state, image, report)
     elif action == "ship":
@@ -143,7 +143,9 @@ def build_here(image: Image, architecture: str, report: Report) -> str:
     """
     local = Local(HERE)
     cache = str(shipping.cache())
-    found = onhost.ask(local, "deploy.image_store:survey", cache, HERE, image.packages, timeout=SURVEY_TIMEOUT)
+    found = onhost.ask(
+        local, "deploy.image_store:survey", cache, HERE, image.packages, timeout=SURVEY_TIMEOUT
+    )
     foreign = found["architecture"] != architecture
     reference = f"{image.packages}-{architecture}" if foreign else image.packages
     if foreign:
@@ -166,7 +168,8 @@ def _survey(host: Host, state: str, reference: str) -> dict[str, Any]:
 
 
 def _add_code(host: Host, state: str, image: Image, report: Report) -> None:
-    files = {name: data for name, data in image.files.items() if name.partition("/")[0] in ("Dockerfile", *CODE)}
+    needed = ("Dockerfile", *CODE)
+    files = {name: data for name, data in image.files.items() if name.partition("/")[0] in needed}
     settings = {
         "args": {"PACKAGES": image.packages},
         "network": "none",  # nothing of it is fetched: this works on a host that reaches no network at all
@@ -242,9 +245,12 @@ def _packages_inputs(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """What the packages depend on: not the code, and not each line of pyproject.toml."""
     stages, code, _ = files["Dockerfile"].decode().partition(CODE_STAGE)
     if not code:
-        raise DeployError(f"Dockerfile has no stage '{CODE_STAGE}', on which a deploy puts the code; restore it")
+        raise DeployError(
+            f"Dockerfile has no stage '{CODE_STAGE}', on which a deploy puts the code; restore it"
+        )
     try:
-        wanted = tomllib.loads(files["pyproject.toml"].decode())["project"]["optional-dependencies"]["trainer"]
+        project = tomllib.loads(files["pyproject.toml"].decode())["project"]
+        wanted = project["optional-dependencies"]["trainer"]
     except (tomllib.TOMLDecodeError, KeyError) as error:
         raise DeployError(
             f"pyproject.toml has no project.optional-dependencies.trainer to install ({error}); restore it"

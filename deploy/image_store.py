@@ -21,14 +21,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tarfile
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Optional
+from typing import IO, Any
 
 from deploy.errors import DeployError
 from deploy.sizes import age, size
@@ -59,7 +58,7 @@ def survey(images: str, where: str, reference: str) -> dict[str, Any]:
     }
 
 
-def image_id(where: str, reference: str) -> Optional[str]:
+def image_id(where: str, reference: str) -> str | None:
     """The id of an image that the engine has; None if it has none of that name."""
     try:
         return _docker(where, "image", "inspect", "--format", "{{.Id}}", reference).strip()
@@ -69,7 +68,7 @@ def image_id(where: str, reference: str) -> Optional[str]:
         raise
 
 
-def _free(path: str) -> Optional[int]:
+def _free(path: str) -> int | None:
     with contextlib.suppress(OSError):
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
@@ -111,7 +110,7 @@ def build(
     data: bytes = b"",
     progress: Progress = print,
 ) -> None:
-    """Build `data`, a tar of the context, by Compose with its `build:` `settings`; tag it `reference` at the end.
+    """Build `data`, a tar of the context, by Compose with its `build:` `settings`; then tag it `reference`.
 
     Raises DeployError with the step that failed and its last line. When the one who asked is gone, it ends.
     """
@@ -138,9 +137,10 @@ def build(
 
 
 def _watch_build(argv: Sequence[str], where: str, timeout: float, progress: Progress) -> None:
-    # Plain lines instead of a screen that is redrawn; and the engine's own builder, whose images it can use at
-    # once, whatever buildx is set to.
-    environment = {**os.environ, "BUILDKIT_PROGRESS": "plain", "BUILDX_BUILDER": "default", "COMPOSE_BAKE": "false"}
+    # Plain lines instead of a screen that is redrawn; and the engine's own builder, whose images it can use
+    # at once, whatever buildx is set to.
+    own = {"BUILDKIT_PROGRESS": "plain", "BUILDX_BUILDER": "default", "COMPOSE_BAKE": "false"}
+    environment = {**os.environ, **own}
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
@@ -193,7 +193,7 @@ class Said:
         self._output: dict[str, str] = {}  # "#12" -> its last line of output
         self._failed = ""
 
-    def read(self, stream: Optional[IO[bytes]]) -> None:
+    def read(self, stream: IO[bytes] | None) -> None:
         for line in stream or ():
             self.take(line.decode(errors="replace").rstrip())
 
@@ -250,7 +250,7 @@ def wanted(images: str, where: str, blobs: Sequence[Sequence[Any]], unpacked: bo
     names = {name for name, _ in blobs}
     _clear(incoming, names)
     for seed in seeds.iterdir():
-        seed.unlink()
+        seed.unlink(missing_ok=True)
     missing = []
     for name, count in blobs:
         if not _has(root / "blobs" / name, count) and not _has(incoming / name, count):
@@ -306,7 +306,7 @@ def _clear(incoming: Path, names: set) -> None:
 
 
 def _rescue(incoming: Path, name: str) -> None:
-    """rsync keeps what an interrupted transfer has brought, unless it was killed: then its own file is left."""
+    """rsync keeps what an interrupted transfer has brought; if it was killed, its own file is left."""
     partial = incoming / ".partial" / name
     for file in incoming.glob(f".{name}.*"):
         with contextlib.suppress(OSError):
@@ -320,7 +320,10 @@ def _rescue(incoming: Path, name: str) -> None:
 
 
 def take_in(images: str, where: str, blobs: Sequence[Sequence[Any]], progress: Progress = print) -> None:
-    """Check what has come against its digest and put it to the other blobs. Raises DeployError if it is damaged."""
+    """Check what has come against its digest, and put it to the other blobs.
+
+    Raises DeployError if it is damaged; then it is removed.
+    """
     root = Path(images)
     told = time.monotonic()
     for name, count in blobs:
@@ -390,9 +393,9 @@ def load(
     if outcome.get("stalled"):
         raise DeployError(
             f"the engine on {where} has been loading the image without a sign of life for "
-            f"{age(outcome['stalled'])}, as one does in which an earlier load was interrupted (moby issue 51623): "
-            "restart it there (systemctl restart docker; that ends its containers unless live-restore is on), "
-            "then try again"
+            f"{age(outcome['stalled'])}, as one does in which an earlier load was interrupted (moby issue "
+            "51623): restart it there (systemctl restart docker, which ends its containers unless "
+            "live-restore is on), then try again"
         )
     if outcome.get("error") or not found:
         reason = outcome.get("error") or "the load was killed"
@@ -421,7 +424,7 @@ def _wait(root: Path, lock: int, progress: Progress) -> None:
 
 
 def _detach(work: Callable[[], None], keep: int) -> None:
-    """Run `work` in a process of its own session that nobody waits for, with the descriptor `keep` and no other."""
+    """Run `work` in a process of its own that nobody waits for, with the descriptor `keep` and no other."""
     first = os.fork()
     if first:
         os.waitpid(first, 0)
@@ -459,7 +462,8 @@ def _load(root: Path, blobs: Sequence[Sequence[Any]], reference: str, stall: flo
             )
             assert process.stdin
             counter = [0]
-            feeding = threading.Thread(target=_feed, args=(process.stdin, root, blobs, reference, counter), daemon=True)
+            words = (process.stdin, root, blobs, reference, counter)
+            feeding = threading.Thread(target=_feed, args=words, daemon=True)
             feeding.start()
             changed, seen = time.monotonic(), -1
             while process.poll() is None:
@@ -499,8 +503,9 @@ def archive(directory: Path, blobs: Sequence[Sequence[Any]], reference: str) -> 
     *layers, configuration = [name for name, _ in blobs]
     manifest = [{"Config": configuration, "RepoTags": [reference], "Layers": layers}]
     described = json.dumps(manifest).encode()
-    yield _header("manifest.json", len(described)) + described + b"\0" * (-len(described) % tarfile.BLOCKSIZE)
-    for name, count in dict((name, (name, count)) for name, count in blobs).values():
+    yield _header("manifest.json", len(described)) + described
+    yield b"\0" * (-len(described) % tarfile.BLOCKSIZE)
+    for name, count in dict(blobs).items():
         yield _header(name, count)
         with open(directory / name, "rb") as file:
             while block := file.read(BLOCK):
@@ -516,12 +521,20 @@ def _header(name: str, count: int) -> bytes:
 
 
 def _keep_only(root: Path, blobs: Sequence[Sequence[Any]]) -> None:
-    """The image is there: keep its blobs for the next ship to build on, and nothing else."""
+    """The image is there: keep its blobs for the next ship to build on, and drop those of the one before.
+
+    Others than these may be those of a ship that is under way.
+    """
     names = {name for name, _ in blobs}
+    before = {name for name, _ in _json(root / "shipped.json").get("blobs") or []}
     temporary = root / ".shipped.json"
     temporary.write_text(json.dumps({"blobs": [list(blob) for blob in blobs]}), encoding="utf-8")
     os.replace(temporary, root / "shipped.json")
-    for directory in (root / "blobs", root / "seeds"):
-        for file in directory.iterdir():
-            if file.name not in names or directory.name == "seeds":
-                file.unlink(missing_ok=True)
+    for file in (root / "blobs").iterdir():
+        with contextlib.suppress(OSError):
+            old = file.name in before or time.time() - file.stat().st_mtime > LEFTOVER
+            if old and file.name not in names:
+                file.unlink()
+    for file in (root / "seeds").iterdir():
+        with contextlib.suppress(OSError):
+            file.unlink()

@@ -1,4 +1,4 @@
-"""An image to a host without a registry: `docker save` here, rsync of what the host lacks, `docker load` there.
+"""An image to a host without a registry: `docker save`, rsync of what the host lacks, `docker load` there.
 
 The layers travel as files named by their SHA-256, uncompressed, so that rsync can resume in the middle of one
 and takes of a new layer only what differs from the old one in its place. On the host deploy.image_store
@@ -14,7 +14,6 @@ import json
 import os
 import posixpath
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -34,10 +33,10 @@ BLOCK = 1 << 20
 SIGN_OF_LIFE = 10.0  # seconds between two words on a transfer
 LINK_TIMEOUT = 30  # seconds without a byte, after which rsync gives up
 SILENCE = 180.0  # seconds; a load gives a sign of life every 5, but a disk may be busy
-SPARE = 1.05  # of the bytes to keep free
+LIST = "blobs.json"  # beside the layers of an image: which they are, in order; locked by who uses them
 
 Report = Callable[[str], None]
-Blobs = Sequence[tuple[str, int]]  # (SHA-256, bytes) of each layer from the bottom up, then of the configuration
+Blobs = Sequence[tuple[str, int]]  # (SHA-256, bytes) of each layer from the bottom up, then the configuration
 
 
 def cache() -> Path:
@@ -57,25 +56,27 @@ def send(
     has arrived is kept, and the next call goes on from it.
     """
     if shutil.which("rsync") is None:
-        raise DeployError("this machine has no rsync, which ships images: install it (apt install rsync, brew install rsync)")
+        raise DeployError(
+            "this machine has no rsync, which ships images: apt install rsync (or brew install rsync)"
+        )
     if not there["rsync"]:
-        raise DeployError(f"{host.name} has no rsync, which ships images: fab bootstrap --host {host.name} installs it")
-    directory, blobs = export(here, report)
-    found = onhost.ask(host, "deploy.image_store:wanted", images, host.name, blobs, timeout=60)
-    if found["missing"]:
-        sizes = dict(blobs)
-        total = sum(sizes[name] for name in found["missing"])
-        report(f"{host.name}: shipping {size(total)} of the image's {size(sum(sizes.values()))}")
-        began = time.monotonic()
-        sent = rsync(host, directory, found["missing"], found["incoming"], total, report)
-        report(f"{host.name}: {size(sent)} travelled in {time.monotonic() - began:.0f} s")
+        raise DeployError(
+            f"{host.name} has no rsync, which ships images: fab bootstrap --host {host.name} installs it"
+        )
+    with export(here, report) as (directory, blobs):
+        found = onhost.ask(host, "deploy.image_store:wanted", images, host.name, blobs, timeout=60)
+        if found["missing"]:
+            sizes = dict(blobs)
+            total = sum(sizes[name] for name in found["missing"])
+            report(f"{host.name}: shipping {size(total)} of the image's {size(sum(sizes.values()))}")
+            began = time.monotonic()
+            sent = rsync(host, directory, found["missing"], found["incoming"], total, report)
+            report(f"{host.name}: {size(sent)} travelled in {time.monotonic() - began:.0f} s")
     told = _prefixed(host, report)
-    onhost.ask(
-        host, "deploy.image_store:take_in", images, host.name, blobs, timeout=SILENCE, progress=told
-    )
-    onhost.ask(
-        host, "deploy.image_store:load", images, host.name, blobs, reference, timeout=SILENCE, progress=told
-    )
+    for function, *words in (("take_in", blobs), ("load", blobs, reference)):
+        onhost.ask(
+            host, f"deploy.image_store:{function}", images, host.name, *words, timeout=SILENCE, progress=told
+        )
 
 
 def _prefixed(host: Host, report: Report) -> Report:
@@ -85,35 +86,47 @@ def _prefixed(host: Host, report: Report) -> Report:
 # -- out of the engine here --------------------------------------------------------------------------------
 
 
-def export(reference: str, report: Report) -> tuple[Path, Blobs]:
-    """The layers of an image of this machine's engine as files; returns their directory and what they are.
+@contextlib.contextmanager
+def export(reference: str, report: Report) -> Iterator[tuple[Path, Blobs]]:
+    """The layers of an image of this machine's engine as files: their directory and what they are.
 
     They are kept until another image is shipped: a second host, or a second try, need not wait for them.
+    Nobody removes them while the context lasts.
     """
-    done = _docker("image", "inspect", "--format", "{{.Id}}", reference)
-    name = done.strip().removeprefix("sha256:")[:12]
+    name = _docker("image", "inspect", "--format", "{{.Id}}", reference).strip().removeprefix("sha256:")[:12]
     place = cache()
-    with open(place / "export.lock", "w") as lock:
+    final, partial = place / name, place / f".{name}"
+    with contextlib.ExitStack() as stack:
+        lock = stack.enter_context(open(place / "export.lock", "w"))
         _wait_for(lock, report)
-        final = place / name
-        if not (final / "blobs.json").exists():
-            for old in place.iterdir():
-                if old.is_dir():
-                    shutil.rmtree(old, ignore_errors=True)
-            partial = place / f".{name}"
-            partial.mkdir()
-            try:
-                found = _save(reference, partial, report)
-                (partial / "blobs.json").write_text(json.dumps(found))
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            if not (final / LIST).exists():
+                _forget_others(place)
+                partial.mkdir()
+                (partial / LIST).write_text(json.dumps(_save(reference, partial, report)))
                 partial.rename(final)
-            except OSError as error:
-                raise DeployError(
-                    f"the image's layers cannot be kept under {place}: {error.strerror}; make room there, or "
-                    "set XDG_CACHE_HOME to another disk"
-                ) from None
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-        return final, [(name, count) for name, count in json.loads((final / "blobs.json").read_text())]
+            using = stack.enter_context(open(final / LIST))
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise DeployError(
+                f"the image's layers cannot be kept under {place}: {error.strerror}; make room there, or set "
+                "XDG_CACHE_HOME to another disk"
+            ) from None
+        fcntl.flock(using, fcntl.LOCK_SH)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        yield final, [(digest, count) for digest, count in json.load(using)]
+
+
+def _forget_others(place: Path) -> None:
+    """Remove the layers of images that nobody ships any more, and what an interrupted export has left."""
+    for old in place.iterdir():
+        if old.name.startswith("."):
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.is_dir():
+            with contextlib.suppress(OSError), open(old / LIST) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _wait_for(lock: IO[str], report: Report) -> None:
@@ -125,7 +138,8 @@ def _wait_for(lock: IO[str], report: Report) -> None:
 
 
 def _docker(*words: str) -> str:
-    done = subprocess.run(["docker", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    argv = ["docker", *words]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise DeployError(f"docker {words[0]} failed on this machine: {done.stderr.strip()}")
     return done.stdout
@@ -134,10 +148,10 @@ def _docker(*words: str) -> str:
 def _save(reference: str, directory: Path, report: Report) -> Blobs:
     """`docker save` into `directory`, each file under its SHA-256; what is no layer is dropped."""
     report("taking the image out of this machine's engine")
-    process = subprocess.Popen(
-        ["docker", "save", reference], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout and process.stderr
+    argv = ["docker", "save", reference]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout
+    assert process.stderr
     try:
         found, manifest = _unpack(process.stdout, directory, report)
         errors = process.stderr.read().decode(errors="replace").strip()
@@ -145,7 +159,9 @@ def _save(reference: str, directory: Path, report: Report) -> Blobs:
             raise DeployError(f"docker save failed on this machine: {errors or 'it gave no manifest'}")
     except tarfile.TarError:
         errors = process.stderr.read().decode(errors="replace").strip()
-        raise DeployError(f"docker save failed on this machine: {errors or 'its output ended early'}") from None
+        raise DeployError(
+            f"docker save failed on this machine: {errors or 'its output ended early'}"
+        ) from None
     finally:
         if process.poll() is None:
             process.kill()
@@ -219,7 +235,8 @@ def rsync_command(host: Host, directory: Path, incoming: str) -> list[str]:
     if shell is None:
         return [*argv, f"{directory}/", f"{incoming}/"]
     # Paths go over the connection itself, not through the login shell there.
-    return [*argv, "--protect-args", "--compress", "--compress-level=1", f"--rsh={shell}", f"{directory}/", f"host:{incoming}/"]
+    argv += ["--protect-args", "--compress", "--compress-level=1", f"--rsh={shell}"]
+    return [*argv, f"{directory}/", f"host:{incoming}/"]
 
 
 def rsync(
@@ -235,14 +252,17 @@ def rsync(
         env={**os.environ, "LC_ALL": "C"},
         start_new_session=True,  # Ctrl-C is ours to pass on
     )
-    assert process.stdin and process.stdout and process.stderr
+    assert process.stdin
+    assert process.stdout
+    errors = process.stderr
+    assert errors
     try:
         with contextlib.suppress(OSError):
             process.stdin.write("".join(f"{name}\n" for name in names).encode())
             process.stdin.close()
         said: list[bytes] = []
-        errors = threading.Thread(target=lambda: said.append(process.stderr.read()), daemon=True)
-        errors.start()
+        listening = threading.Thread(target=lambda: said.append(errors.read()), daemon=True)
+        listening.start()
         sent, told = 0, time.monotonic()
         for line in _lines(process.stdout):
             progress = re.match(r"\s*([\d,]+)\s+\d+%\s+(\S+/s)", line)
@@ -254,7 +274,7 @@ def rsync(
             if whole:
                 sent = sum(int(number.replace(",", "")) for number in whole.groups())
         code = process.wait()
-        errors.join(5)
+        listening.join(5)
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)  # the other side keeps what it has
@@ -263,11 +283,12 @@ def rsync(
     finally:
         process.stdout.close()
     if code:
-        lines = [line for line in b"".join(said).decode(errors="replace").splitlines() if line.strip()]
-        reason = next((line for line in lines if not line.startswith("rsync error")), lines[-1] if lines else f"exit code {code}")
+        lines = b"".join(said).decode(errors="replace").splitlines()
+        reasons = [line.strip() for line in lines if line.strip() and not line.startswith("rsync error")]
+        reason = reasons[0] if reasons else f"rsync ended with {code}"
         raise DeployError(
-            f"the image did not get to {host.name} whole: {reason.strip()}; run the command again, it goes on "
-            "from what has arrived"
+            f"the image did not get to {host.name} whole: {reason}; run the command again, it goes on from "
+            "what has arrived"
         )
     return sent
 

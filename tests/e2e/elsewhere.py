@@ -65,9 +65,15 @@ def holders(words: Sequence[str]) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
+                line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, UnicodeDecodeError):
                 continue
             if all(word in line for word in words):
                 found.append(int(entry))
     return found
+
+
+def wire_bytes(number: int) -> int:
+    """Bytes that have passed, in both directions, between this machine and the gpu-box of that number."""
+    counters = Path(f"/sys/class/net/dh-box{number}/statistics")
+    return sum(int((counters / name).read_text()) for name in ("rx_bytes", "tx_bytes"))

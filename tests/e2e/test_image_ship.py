@@ -50,11 +50,11 @@ def second_engine(base_images: Docker) -> Iterator[SecondEngine]:
 
 
 @pytest.fixture
-def there(second_engine: SecondEngine) -> Iterator[Docker]:
+def there(second_engine: SecondEngine) -> Docker:
     """The other machine's engine, with no image of ours."""
     docker = Docker(second_engine.url)
     _forget(docker)
-    yield docker
+    return docker
 
 
 @pytest.fixture
@@ -170,11 +170,14 @@ def test_after_a_change_of_the_code_nothing_of_the_packages_travels(
     assert there.run("run", "--rm", changed.reference, "python", "-c", script).strip() == "1"
 
 
-def test_a_transfer_that_is_killed_is_told_and_gone_on_with(host, there, checkout, tmp_path, monkeypatch) -> None:
+def test_a_transfer_that_is_killed_is_told_and_gone_on_with(
+    host, there, checkout, tmp_path, monkeypatch
+) -> None:
     one, told = describe(checkout), Told()
     # Slow enough to be caught in the middle.
     real = shipping.rsync_command
-    monkeypatch.setattr(shipping, "rsync_command", lambda *words: [*real(*words)[:1], "--bwlimit=60m", *real(*words)[1:]])
+    slowly = ["rsync", "--bwlimit=60m"]
+    monkeypatch.setattr(shipping, "rsync_command", lambda *words: [*slowly, *real(*words)[1:]])
     incoming = tmp_path / "images" / "incoming"
 
     def kill_in_the_middle() -> None:
@@ -185,7 +188,7 @@ def test_a_transfer_that_is_killed_is_told_and_gone_on_with(host, there, checkou
 
     killer = threading.Thread(target=kill_in_the_middle)
     killer.start()
-    with pytest.raises(DeployError, match="did not get to gpu-box whole: .*; run the command again, it goes on"):
+    with pytest.raises(DeployError, match=r"did not get to gpu-box whole: .*; run the command again"):
         image.ship(host, str(tmp_path), one, told)
     killer.join()
     assert not tags(there) & {one.reference, one.packages}
@@ -252,18 +255,18 @@ def test_an_engine_that_hangs_is_given_up_on_with_the_remedy(
     host, there, second_engine, checkout, tmp_path
 ) -> None:
     one = describe(checkout)
-    directory, blobs = shipping.export(image.build_here(one, _architecture(), Told()), Told())
     images = str(tmp_path / "images")
-    found = onhost.ask(host, "deploy.image_store:wanted", images, "gpu-box", blobs)
-    shipping.rsync(host, directory, found["missing"], found["incoming"], 1, Told())
+    with shipping.export(image.build_here(one, _architecture(), Told()), Told()) as (directory, blobs):
+        found = onhost.ask(host, "deploy.image_store:wanted", images, "gpu-box", blobs)
+        shipping.rsync(host, directory, found["missing"], found["incoming"], 1, Told())
     onhost.ask(host, "deploy.image_store:take_in", images, "gpu-box", blobs, timeout=60)
     assert second_engine.process
-    # The engine's client, halted, is to us what an engine is that takes nothing.
     outcome: list[DeployError] = []
 
     def load() -> None:
         try:
-            onhost.ask(host, "deploy.image_store:load", images, "gpu-box", blobs, one.packages, 2.0, timeout=120)
+            words = (images, "gpu-box", blobs, one.packages, 2.0)
+            onhost.ask(host, "deploy.image_store:load", *words, timeout=120)
         except DeployError as error:
             outcome.append(error)
 
@@ -320,7 +323,7 @@ def test_a_disk_without_room_there_is_told_before_anything_is_sent(host, there, 
     state.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(state)], check=True)
     try:
-        with pytest.raises(DeployError, match=r"gpu-box has 8\.\d MB free under .*, and what is shipped takes"):
+        with pytest.raises(DeployError, match=r"gpu-box has 8\.\d MB free under .*, and what is shipped"):
             image.ship(host, str(state), describe(checkout), Told())
         assert not _files(state / "images" / "incoming")
     finally:
@@ -331,7 +334,7 @@ def test_a_host_without_rsync_or_docker_is_told_what_to_do(there, checkout, tmp_
     bare = tmp_path / "bin"
     bare.mkdir()
     (bare / "docker").symlink_to("/usr/bin/docker")
-    with pytest.raises(DeployError, match="gpu-box has no rsync.*fab bootstrap --host gpu-box"):
+    with pytest.raises(DeployError, match=r"gpu-box has no rsync.*fab bootstrap --host gpu-box"):
         image.ship(
             Elsewhere({**there.environment, "PATH": str(bare)}), str(tmp_path), describe(checkout), Told()
         )
@@ -368,7 +371,8 @@ def test_a_build_that_fails_names_the_step_and_leaves_no_tag(here, tmp_path) -> 
     root.mkdir()
     one = describe(small_checkout(root, ["drafthouse-needs-what-there-is-not==9"]))
     before = tags(here)
-    with pytest.raises(DeployError, match=r"could not be built on gpu-box, at \[venv 4/4\] RUN .*: .*there-is-not"):
+    failed = r"could not be built on gpu-box, at \[venv 4/4\] RUN .*: .*there-is-not"
+    with pytest.raises(DeployError, match=failed):
         image.make(Elsewhere({}, "gpu-box"), str(tmp_path / "state"), one, "build", Told())
     assert one.packages not in tags(here) - before
     assert not list((tmp_path / "state" / "images").glob(".build-*"))

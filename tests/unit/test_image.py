@@ -53,7 +53,8 @@ def test_the_same_checkout_has_the_same_digest_wherever_it_lies(checkout: Path, 
 
 
 @pytest.mark.parametrize(
-    "changed", ["trainer/loss.py", "trainer/deep/new.py", "runs/demo.yaml", "runs/new.yaml", "trainer/notes.txt"]
+    "changed",
+    ["trainer/loss.py", "trainer/deep/new.py", "runs/demo.yaml", "runs/new.yaml", "trainer/notes.txt"],
 )
 def test_a_change_of_the_code_names_another_image_on_the_same_packages(checkout: Path, changed: str) -> None:
     before = described(checkout)
@@ -80,7 +81,9 @@ def test_what_does_not_go_in_changes_nothing(checkout: Path) -> None:
     assert described(checkout) == before
 
 
-@pytest.mark.parametrize("where", ["constraints.txt", "Dockerfile before the code", "the trainer's requirements"])
+@pytest.mark.parametrize(
+    "where", ["constraints.txt", "Dockerfile before the code", "the trainer's requirements"]
+)
 def test_a_change_of_what_is_installed_names_other_packages(checkout: Path, where: str) -> None:
     before = described(checkout)
     if where == "constraints.txt":
@@ -106,7 +109,8 @@ def test_other_lines_of_pyproject_and_of_the_code_stage_leave_the_packages_alone
 
 
 @pytest.mark.parametrize(
-    "settings", [{"variant": "gpu"}, {"base": "debian:trixie-slim"}, {"torch_index_url": "https://example.org/cpu"}]
+    "settings",
+    [{"variant": "gpu"}, {"base": "debian:trixie-slim"}, {"torch_index_url": "https://example.org/cpu"}],
 )
 def test_variant_base_and_index_go_into_both_names(checkout: Path, settings: Mapping[str, str]) -> None:
     plain, other = described(checkout), described(checkout, **settings)
@@ -121,7 +125,8 @@ def test_the_context_is_what_the_dockerignore_lets_in(checkout: Path) -> None:
         *image.FILES,
         *image.CODE,
     } - {"Dockerfile"}
-    copied = [line.split() for line in (CHECKOUT / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")]
+    lines = (CHECKOUT / "Dockerfile").read_text().splitlines()
+    copied = [line.split() for line in lines if line.startswith("COPY ")]
     sources = {word for words in copied if not words[1].startswith("--from") for word in words[1:-1]}
     assert sources == {*image.FILES, *image.CODE} - {"Dockerfile"}
 
