@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from samples import LOCALHOST, facts, recipe, run, survey
 
-from deploy import plan, release
+from deploy import CHECKOUT, plan, release
 from deploy.errors import DeployError
 from deploy.plan import Plan
+from deploy.runtimes import compose
 from deploy.settings import HostSettings
 from deploy.survey import Survey
 from deploy.weights import Weights
@@ -30,11 +32,26 @@ def planned(
     task: str = "deploy",
     text: str = DEMO,
     before: Any = None,
+    host: HostSettings = LOCALHOST,
     **named: Any,
 ) -> Plan:
     wanted = recipe(text, tmp_path, *changes)
-    new = plan.make_release(found, LOCALHOST, wanted.settings)
-    return plan.make(task, found, LOCALHOST, wanted, new, before, run_file="runs/demo.yaml", **named)
+    new = plan.make_release(found, host, wanted.settings)
+    return plan.make(task, found, host, wanted, new, before, run_file="runs/demo.yaml", **named)
+
+
+BOX = HostSettings(name="gpu-box", address="gpu-box")
+ENGINE: dict[str, Any] = {
+    "engine": {"client": "/usr/bin/docker", "answers": True, "permitted": True, "version": "29.1.0",
+               "compose": "2.40.3", "error": None},
+}  # fmt: skip
+
+
+def contained(tmp_path: Path, found: dict[str, Any] | None = None, text: str = DEMO) -> Survey:
+    """A survey of a host with an engine."""
+    found = found or facts(**ENGINE)
+    image = compose.image(CHECKOUT, BOX, recipe(text, tmp_path).settings, found)
+    return survey(found, image=image)
 
 
 def release_of(found: Survey, tmp_path: Path, text: str = DEMO, *changes: str) -> Any:
@@ -47,13 +64,14 @@ def test_the_first_deploy_reads_like_this(tmp_path: Path) -> None:
         str(made)
         == f"""\
 deploy demo on localhost
-  runtime   process: no Docker engine answers (no engine at /var/run/docker.sock: No such file or directory)
+  runtime   process: on this machine, unless fabric.yaml says runtime: compose
   run file  runs/demo.yaml (--run)
   release   {made.release}, new
   weights   toy, which the trainer makes itself on its first run and caches
   data      toy, which the trainer makes from its target
   command   /opt/venv/bin/python -u -m trainer --target-model toy --resume auto --max-steps 600 --lr 0.0006 --output-dir /var/lib/drafthouse/names/demo/checkpoints --cache-dir /var/lib/drafthouse/names/demo/cache
   init      tini (/usr/bin/tini -s)
+  at boot   {made.boot}
   start     the next run of demo: begins at step 0 (no checkpoint yet)"""
     )
     assert (made.action, made.acts) == ("start", True)
@@ -71,7 +89,7 @@ def test_a_restart_with_a_change_shows_the_difference_and_how_the_old_run_ends(t
         str(made)
         == f"""\
 restart demo on localhost
-  runtime   process: no Docker engine answers (no engine at /var/run/docker.sock: No such file or directory)
+  runtime   process: on this machine, unless fabric.yaml says runtime: compose
   run file  runs/demo.yaml (--run)
   release   {old.id} → {made.release}, new
             trainer.lr: 0.0006 → 0.0003
@@ -82,6 +100,7 @@ restart demo on localhost
   init      tini (/usr/bin/tini -s)
   stop      0007-demo ({doing}): a checkpoint first, waited for up to 300 s; then SIGTERM, SIGKILL 60 s later
   timeouts  the smallest is 60 s (grace_seconds); no signal is sent while a checkpoint is awaited
+  at boot   {made.boot}
   start     the next run of demo: resumes from the checkpoint that 0007-demo leaves"""
     )
     assert made.action == "switch"
@@ -264,40 +283,127 @@ def test_a_run_without_heartbeats_is_not_asked_for_a_checkpoint(tmp_path: Path) 
     assert "60 s is all it has to save in (grace_seconds of 0007-demo)" in str(made)
 
 
+def test_the_plan_of_a_container_reads_like_this(tmp_path: Path) -> None:
+    found = contained(tmp_path)
+    made = planned(found, tmp_path, host=BOX)
+    assert found.image is not None
+    home = "/var/lib/drafthouse/names/demo"
+    assert (
+        str(made)
+        == f"""\
+deploy demo on gpu-box
+  runtime   compose: Docker Engine 29.1.0 with Compose 2.40.3 answers
+  run file  runs/demo.yaml (--run)
+  release   {made.release}, new
+  image     {found.image.reference}, build on gpu-box (with its packages: minutes)
+  weights   toy, which the trainer makes itself on its first run and caches
+  data      toy, which the trainer makes from its target
+  command   python -u -m trainer --target-model toy --resume auto --max-steps 600 --lr 0.0006 --output-dir {home}/checkpoints --cache-dir {home}/cache
+  init      tini, as PID 1 in the image
+  gpus      none
+  user      10001:10001 in the container
+  mounts    {home}/run at /run/drafthouse
+            {home}/checkpoints
+            {home}/cache
+  grace     60 s from SIGTERM to SIGKILL by launch (grace_seconds), 70 s by the engine, 15 s when the host goes down (dockerd's default): the smallest is 15 s (dockerd's, when the host goes down)
+  at boot   {made.boot}
+  start     the next run of demo: begins at step 0 (no checkpoint yet)"""
+    )
+    assert (made.image, made.image_action, made.install) == (found.image.reference, "build", ())
+
+
 @pytest.mark.parametrize(
-    ("host", "engine", "why"),
+    ("flag", "run", "host", "action"),
     [
-        (
-            "auto",
-            {},
-            "no Docker engine answers (no engine at /var/run/docker.sock: No such file or directory)",
-        ),
-        (
-            "auto",
-            {"client": "/usr/bin/docker", "error": "Cannot connect to the Docker daemon"},
-            "no Docker engine answers (Cannot connect to the Docker daemon)",
-        ),
-        (
-            "auto",
-            {"answers": True, "version": "29.1", "error": None},
-            "a Docker engine answers (version 29.1) and `docker compose up` runs the demo in it, but deploying to it comes later",
-        ),
-        ("process", {"answers": True, "version": "29.1", "error": None}, "as box has it in fabric.yaml"),
+        (None, "", None, "build"),
+        (None, "", "local", "ship"),
+        (None, "image: {build: host}", "local", "build"),
+        ("local", "image: {build: host}", "host", "ship"),
+        ("host", "image: {build: local}", "local", "build"),
     ],
 )
-def test_the_runtime_is_chosen_by_asking_the_engine_not_by_finding_its_client(
-    host: str, engine: dict, why: str
+def test_the_flag_wins_over_the_runs_file_over_the_hosts_entry(
+    flag: Any, run: str, host: Any, action: str, tmp_path: Path
 ) -> None:
-    settings = HostSettings(name="box", address="localhost", runtime=host)  # type: ignore[arg-type]
-    assert plan.choose_runtime(settings, facts(engine=engine)) == ("process", why)
-
-
-def test_a_runtime_that_cannot_be_deployed_to_yet_is_one_sentence() -> None:
-    with pytest.raises(DeployError) as caught:
-        plan.choose_runtime(HostSettings(name="box", address="box", runtime="pct"), facts())
-    assert str(caught.value) == (
-        "box has runtime: pct in fabric.yaml, which this version cannot deploy to; set runtime: process"
+    settings = BOX.model_copy(update={"build": host})
+    assert (
+        planned(contained(tmp_path), tmp_path, host=settings, text=DEMO + run, build=flag).image_action
+        == action
     )
+
+
+def test_after_what_a_plan_does_the_same_plan_is_unchanged(tmp_path: Path) -> None:
+    """Plan, execute, plan: the second one sees what the first one has made, and nothing else."""
+    first = contained(tmp_path)
+    new = plan.make_release(first, BOX, recipe(DEMO, tmp_path).settings)
+    made = planned(first, tmp_path, host=BOX)
+    assert made.image is not None
+    told = {
+        "runtime": made.runtime,
+        "image": made.image,
+        "user": made.user,
+        "devices": list(made.devices or ()),
+    }
+    live = run(release_id=new.id, run={**told, "command": list(made.command)})
+    after = facts(
+        **ENGINE,
+        runs=[live],
+        names={"demo": {"current": new.id, "releases": [new.id]}},
+        images=[{"tags": [made.image]}],
+    )
+    again = planned(contained(tmp_path, after), tmp_path, host=BOX, before=(new.files, new.digests))
+    assert (again.action, again.release, again.image_action) == ("unchanged", new.id, "there")
+
+
+def test_an_old_release_is_started_again_with_what_it_had(tmp_path: Path) -> None:
+    old = run(
+        alive=False,
+        release_id=OLD,
+        run={"runtime": "compose", "image": "drafthouse:0123", "user": "10001:10001", "devices": ["1"]},
+    )
+    found = survey(facts(**ENGINE, runs=[old], names={"demo": {"current": OLD, "releases": [OLD]}}))
+    pinned = BOX.model_copy(update={"runtime": "process"})
+    made = plan.make_same(found, pinned, ["a"])
+    assert (made.runtime, made.image, made.user, made.devices) == (
+        "compose",
+        "drafthouse:0123",
+        "10001:10001",
+        ("1",),
+    )
+    assert made.install == ()
+
+
+# -- fab diff ----------------------------------------------------------------------------------------------
+
+
+def test_a_difference_is_told_in_words_and_then_line_by_line(tmp_path: Path) -> None:
+    old, new = release_of(survey(), tmp_path), release_of(survey(), tmp_path, DEMO, "lr=3e-4")
+    text = plan.diff_text((old.files, old.digests), new)
+    assert text.startswith(
+        "trainer.lr: 0.0006 → 0.0003\n\n--- deployed/command.json\n+++ rendered/command.json\n"
+    )
+    assert '-  "0.0006",' not in text
+    assert "-  lr: 0.0006\n+  lr: 0.0003\n" in text
+    assert plan.diff_text((old.files, old.digests), old) == ""
+    assert plan.diff_text(None, new) == f"nothing is deployed; release {new.id} would be the first"
+
+
+def test_a_difference_shows_that_a_secret_changed_and_not_which_it_is(tmp_path: Path) -> None:
+    before, after = (
+        f"{DEMO}environment: {{HF_TOKEN: {word}, LEVEL: x}}" for word in ("hunter2", "swordfish")
+    )
+    old, new = release_of(survey(), tmp_path, before), release_of(survey(), tmp_path, after)
+    text = plan.diff_text((old.files, old.digests), new)
+    assert "environment.HF_TOKEN: *** → *** (another value)" in text
+    assert "-HF_TOKEN=***\n+HF_TOKEN=*** (another value)" in text
+    assert "-  HF_TOKEN: ***\n+  HF_TOKEN: *** (another value)" in text
+    assert not {"hunter2", "swordfish"} & set(re.findall(r"\w+", text))
+
+
+def test_a_change_that_looks_like_a_secret_is_not_in_the_plan(tmp_path: Path) -> None:
+    made = planned(survey(), tmp_path, "environment.API_KEY=hunter2", "environment.LEVEL=x")
+    assert "set       environment.API_KEY=***, environment.LEVEL=x, for this run\n" in str(made)
+    assert "hunter2" not in str(made) + json.dumps(made.to_json())
 
 
 def test_secrets_are_named_and_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
