@@ -505,7 +505,11 @@ def archive(directory: Path, blobs: Sequence[Sequence[Any]], reference: str) -> 
     described = json.dumps(manifest).encode()
     yield _header("manifest.json", len(described)) + described
     yield b"\0" * (-len(described) % tarfile.BLOCKSIZE)
-    for name, count in dict(blobs).items():
+    seen: set[str] = set()
+    for name, count in blobs:
+        if name in seen:  # an empty layer may be there twice
+            continue
+        seen.add(name)
         yield _header(name, count)
         with open(directory / name, "rb") as file:
             while block := file.read(BLOCK):

@@ -108,11 +108,12 @@ def export(reference: str, report: Report) -> Iterator[tuple[Path, Blobs]]:
                 partial.rename(final)
             using = stack.enter_context(open(final / LIST))
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
             raise DeployError(
                 f"the image's layers cannot be kept under {place}: {error.strerror}; make room there, or set "
                 "XDG_CACHE_HOME to another disk"
             ) from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
         fcntl.flock(using, fcntl.LOCK_SH)
         fcntl.flock(lock, fcntl.LOCK_UN)
         yield final, [(digest, count) for digest, count in json.load(using)]

@@ -1,0 +1,159 @@
+"""deploy.shipping: the layers of an image as files, and the rsync that brings them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from deploy import shipping
+from deploy.errors import DeployError
+from deploy.host import Local
+
+FIRST, SECOND, CONFIGURATION = b"first layer" * 100, b"second layer" * 100, b'{"architecture": "amd64"}'
+
+
+def saved(*members: tuple[str, bytes | str]) -> io.BytesIO:
+    """An archive as `docker save` gives it; a member with text for content is a link to that."""
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                member.type, member.linkname = tarfile.SYMTYPE, content
+                archive.addfile(member)
+            else:
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return io.BytesIO(whole.getvalue())
+
+
+def manifest(*layers: str, configuration: str) -> bytes:
+    return json.dumps([{"Config": configuration, "RepoTags": ["x:1"], "Layers": list(layers)}]).encode()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+OLD_ENGINE = saved(  # 20.10: a directory for each layer, a link where two are the same, the manifest last
+    ("aaa/layer.tar", FIRST),
+    ("aaa/VERSION", b"1.0"),
+    ("bbb/layer.tar", SECOND),
+    ("ccc/layer.tar", "../aaa/layer.tar"),
+    ("abc.json", CONFIGURATION),
+    (
+        "manifest.json",
+        manifest("aaa/layer.tar", "bbb/layer.tar", "ccc/layer.tar", configuration="abc.json"),
+    ),
+    ("repositories", b"{}"),
+).getvalue()
+NEW_ENGINE = saved(  # 25 and later: an OCI layout with a manifest.json beside it
+    (f"blobs/sha256/{digest(FIRST)}", FIRST),
+    (f"blobs/sha256/{digest(SECOND)}", SECOND),
+    (f"blobs/sha256/{digest(CONFIGURATION)}", CONFIGURATION),
+    ("index.json", b"{}"),
+    (
+        "manifest.json",
+        manifest(
+            *(f"blobs/sha256/{digest(data)}" for data in (FIRST, SECOND, FIRST)),
+            configuration=f"blobs/sha256/{digest(CONFIGURATION)}",
+        ),
+    ),
+    ("oci-layout", b"{}"),
+).getvalue()
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A `docker` that gives what a test says for `docker save`, and an id for `docker image inspect`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    output = tmp_path / "saved.tar"
+    docker = programs / "docker"
+    docker.write_text(
+        f'#!/bin/sh\nif [ "$1" = image ]; then echo sha256:0123456789abcdef; exit; fi\ncat {output}\n'
+        f"if [ -e {tmp_path}/fails ]; then echo 'Error: no such image' >&2; exit 1; fi\n"
+    )
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return output
+
+
+@pytest.mark.parametrize("archive", [OLD_ENGINE, NEW_ENGINE], ids=["20.10", "25"])
+def test_layers_leave_the_engine_as_files_named_by_their_content(engine: Path, archive: bytes) -> None:
+    engine.write_bytes(archive)
+    with shipping.export("x:1", lambda text: None) as (directory, blobs):
+        contents = [(directory / name).read_bytes() for name, _ in blobs]
+        assert contents == [FIRST, SECOND, FIRST, CONFIGURATION]
+        assert [(digest(data), len(data)) for data in contents] == list(blobs)
+        assert {path.name for path in directory.iterdir()} == {*dict(blobs), "blobs.json"}
+
+
+def test_they_are_taken_from_the_engine_once(engine: Path) -> None:
+    engine.write_bytes(OLD_ENGINE)
+    with shipping.export("x:1", lambda text: None) as first:
+        pass
+    engine.write_bytes(b"")
+    with shipping.export("x:1", lambda text: None) as second:
+        assert second == first
+
+
+def test_an_engine_that_stops_in_the_middle_leaves_nothing(engine: Path, tmp_path: Path) -> None:
+    engine.write_bytes(OLD_ENGINE[:2000])
+    (tmp_path / "fails").touch()
+    failed = "docker save failed on this machine: Error: no such image"
+    with pytest.raises(DeployError, match=failed), shipping.export("x:1", lambda text: None):
+        pass
+    assert [path.name for path in shipping.cache().iterdir()] == ["export.lock"]
+
+
+def test_another_image_takes_the_place_of_the_last_one_unless_that_is_in_use(engine: Path) -> None:
+    engine.write_bytes(OLD_ENGINE)
+    with shipping.export("x:1", lambda text: None) as (used, blobs):
+        docker = Path(os.environ["PATH"].partition(":")[0]) / "docker"
+        docker.write_text(docker.read_text().replace("0123", "4567"))
+        with shipping.export("x:2", lambda text: None) as (other, _):
+            assert other != used
+            assert all((used / name).exists() for name, _ in blobs)
+    docker.write_text(docker.read_text().replace("4567", "89ab"))
+    with shipping.export("x:3", lambda text: None) as (third, _):
+        assert not used.exists()
+        assert not other.exists()
+        assert third.exists()
+
+
+class Reached(Local):
+    def rsync_shell(self) -> str:  # type: ignore[override]
+        return "sh /run/user/1000/drafthouse/rsh"
+
+
+def test_rsync_goes_over_the_hosts_own_connection_and_resumes() -> None:
+    argv = shipping.rsync_command(
+        Reached("gpu-box"), Path("/cache/0123"), "/var/lib/it's here/images/incoming"
+    )
+    assert argv == [
+        *("rsync", "--files-from=-", "--ignore-times", "--partial-dir=.partial", "--copy-dest=../seeds"),
+        *("--timeout=30", "--info=progress2,stats1", "--no-inc-recursive", "--protect-args"),
+        *("--compress", "--compress-level=1", "--rsh=sh /run/user/1000/drafthouse/rsh"),
+        *("/cache/0123/", "host:/var/lib/it's here/images/incoming/"),
+    ]
+
+
+def test_a_progress_that_is_redrawn_is_read_as_lines() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"    1,024  10%  1.00MB/s\r  10,240 100%  9.00MB/s\nsent 10 bytes  received 5 bytes\n")
+    os.close(writing)
+    with open(reading, "rb") as stream:
+        lines = [line for line in shipping._lines(stream) if line]
+    assert lines == [
+        "    1,024  10%  1.00MB/s",
+        "  10,240 100%  9.00MB/s",
+        "sent 10 bytes  received 5 bytes",
+    ]
