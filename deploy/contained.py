@@ -21,6 +21,7 @@ from trainer import status
 FILE = "container.json"
 START_TIMEOUT = 120.0  # seconds for `docker compose up`, which starts but does not build or pull
 ASK_AGAIN = 0.2  # seconds between two questions to the engine about the same container
+TELLING = re.compile(r"error|cannot|denied|no such|not found|failed|unknown|invalid", re.IGNORECASE)
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -146,7 +147,8 @@ def _command(run: status.RunDir, start: dict[str, Any]) -> tuple[str, list[str]]
     said = _last(errors)
     if code == 0:
         return "", said
-    last = said[-1] if said else f"{' '.join(start['argv'][:2])} ended with exit code {code}"
+    telling = [line for line in said if TELLING.search(line)] or said  # (a hint how to get help may follow)
+    last = telling[-1] if telling else f"{' '.join(start['argv'][:2])} ended with exit code {code}"
     return f"the container was not started: {last}", said
 
 

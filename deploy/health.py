@@ -20,6 +20,7 @@ QUIET_STEPS = 10.0  # ... and while training, so many of its own steps, if these
 BANNER = 2.0  # seconds after the start within which what is in the log may be launch's own banner
 START = 60.0  # seconds that a run may take from run.json to launch
 TICKS = 100.0  # of CPU time a second: what Linux shows to programs, whatever its own clock does
+KILLED = 137  # 128 + SIGKILL
 BUSY = 0.05  # CPUs; less is a process that waits and looks now and then
 
 
@@ -42,7 +43,7 @@ def verdict(
     name = run.get("name")
     exit = table(run, "exit")
     if exit:
-        return ended(exit, now, name, host)
+        return ended(exit, table(run, "container"), now, name, host)
     if not run.get("alive"):
         return not_alive(run, now, name, host)
     word, reason = in_progress(run, now, sample)
@@ -52,7 +53,9 @@ def verdict(
 # -- runs that are over ------------------------------------------------------------------------------------
 
 
-def ended(exit: dict[str, Any], now: float, name: str | None, host: str | None) -> Verdict:
+def ended(
+    exit: dict[str, Any], container: dict[str, Any], now: float, name: str | None, host: str | None
+) -> Verdict:
     """A run with an exit.json."""
     word = exit.get("reason") if exit.get("reason") in ("finished", "stopped", "failed") else "failed"
     parts = [f"ended {ago(now, number(exit, 'time'))}"]
@@ -60,7 +63,8 @@ def ended(exit: dict[str, Any], now: float, name: str | None, host: str | None) 
     if step is not None:
         parts.append(f"at step {step:g}")
     if word != "finished" or exit.get("code"):
-        parts.append(code_words(exit))
+        limit = number(exit, "signal") == 9 and container.get("oom_killed") is True
+        parts.append(code_words({**exit, "out_of_memory": True} if limit else exit))
     if word == "stopped" and exit.get("asked_by"):
         parts.append(f"asked by {exit['asked_by']}")
     saved = number(table(exit, "last_checkpoint"), "step")
@@ -77,12 +81,36 @@ def ended(exit: dict[str, Any], now: float, name: str | None, host: str | None) 
     return Verdict(str(word), ", ".join(parts), command("deploy", name, host) if word == "stopped" else None)
 
 
+def container_words(run: dict[str, Any], launch: dict[str, Any]) -> str:
+    """How the container of a run ended, if it had one and the engine tells; else an empty text."""
+    container = table(run, "container")
+    if not container:
+        return ""
+    if container.get("unknown"):
+        return f"its container cannot be asked about, because {cut(str(container['unknown']))}"
+    if container.get("gone"):
+        return "its container was removed"
+    if container.get("running") is not False:
+        return ""
+    finished, engine = number(container, "finished"), number(container, "engine_started")
+    code = number(container, "exit_code")
+    words = f"its container ended with exit code {code:g}" if code is not None else "its container ended"
+    if container.get("oom_killed"):
+        words += ", out of memory (the container's limit)"
+    elif engine is not None and (finished is None or finished < engine):
+        words += ", and the engine was started again since"
+    elif code == KILLED:
+        words += ", so somebody killed it"
+    return words + (f" ({cut(str(container['error']))})" if container.get("error") else "")
+
+
 def not_alive(run: dict[str, Any], now: float, name: str | None, host: str | None) -> Verdict:
     """No launch, and no record of an end: it did not begin yet, or nobody was left to write one."""
     switch = table(run, "switch")
     launch = table(run, "launch")
     if launch:
         why = "the machine restarted since" if run.get("rebooted") else "launch was killed (out of memory?)"
+        why = container_words(run, launch) or why
         left = rows(run, "processes")
         more = f"; {plural(len(left), 'process')} of it left" if left else ""
         reason = f"gone without a record of its end: {why}{more}{last_line(run)}"
@@ -216,9 +244,12 @@ def progress(beat: dict[str, Any], now: float) -> str:
 def computing(run: dict[str, Any], sample: float) -> tuple[str, str]:
     """Tell silent (it computes) from stalled (it does not) by the CPU time between two samples."""
     processes = [item for item in rows(run, "processes") if isinstance(item, dict)]
-    launch = number(table(run, "launch"), "pid")
-    own = [item.get("cmdline") for item in processes if item.get("pid") == launch]
+    # launch.json has the number that launch has in its container, where the first process waits for it.
+    waiting = {number(table(run, "launch"), "pid"), 1.0 if table(run, "container") else None}
+    own = [item.get("cmdline") for item in processes if item.get("nspid", item.get("pid")) in waiting]
     processes = [item for item in processes if item.get("cmdline") not in own]  # launch and its guard wait
+    if table(run, "container").get("paused"):
+        return "stalled", "its container is paused (docker unpause lets it go on)"
     pairs = [item.get("cpu_ticks") for item in processes]
     ticks = [
         pair[1] - pair[0]

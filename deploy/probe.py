@@ -20,8 +20,8 @@ which there are `clock_ticks` a second.
 
 Of a run, `boot` is {release weights} of its boot.json, empty if that may not be read, null without one.
 Of a run in a container, `container` is {id name image image_id running paused pid exit_code oom_killed error
-started finished gone unknown}: gone if the engine has it no more, unknown (why) if the engine could not be
-asked. A process's `nspid` is its pid as its own files call it. `running` is what the trainer really runs
+started finished engine_started gone unknown}: gone if the engine has it no more, unknown (why) if the engine
+could not be asked. A process's `nspid` is its pid as its own files call it. `running` is what the trainer really runs
 with, {argv environment image_id started files [{path modified}]}, from /proc (its files: what its command
 line names); null where that cannot be read.
 """
@@ -42,7 +42,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deploy import machine, procfs
+from deploy import engine, machine, procfs
 from trainer import status
 
 MOST_WORDS = 1000
@@ -305,13 +305,17 @@ class Probe:
             kept = run["container"]
             if not kept:
                 continue
-            answers = told["engine"]["answers"] and not told["engine"].get("incomplete")
+            facts = told["engine"]
+            unknown = None if facts["answers"] and not facts.get("incomplete") else str(facts["error"])
             now = told["containers"].get(kept.get("id"))
+            if kept.get("engine") != facts["address"]:  # this login looks elsewhere than the deploy did
+                now, unknown = inspect(kept)
             run["container"] = {
                 **{key: kept.get(key) for key in ("id", "name", "image", "image_id")},
                 **{key: now[key] if now else None for key in CONTAINER},
-                "gone": (now is None) if answers else None,
-                "unknown": None if answers else str(told["engine"]["error"]),
+                "engine_started": facts["started"] if kept.get("engine") == facts["address"] else None,
+                "gone": (now is None) if unknown is None else None,
+                "unknown": unknown,
             }
 
     def add_processes(self, runs: list[dict[str, Any]]) -> None:
@@ -345,6 +349,14 @@ class Probe:
         if not first and run["alive"]:
             first = procfs.holding(str(Path(run["path"]) / "launch.lock"), table) or 0
         return procfs.of_run(first, 0, table)
+
+
+def inspect(kept: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    """(a container's state or None if it is gone, None), or (None, why the engine could not be asked)."""
+    try:
+        return engine.Engine(str(kept.get("engine"))).inspect(str(kept.get("id"))), None
+    except engine.EngineError as error:
+        return None, None if error.status == 404 else str(error)
 
 
 def running(run: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What the image's HEALTHCHECK runs: one word about the newest run of a name, from its status files.
+"""What the image's HEALTHCHECK runs: one word about a run, or the newest of a name, from its status files.
 
 A word for people (`docker ps`) and for `docker compose up --wait`. Nothing restarts because of it.
 Standard library only, so that it answers while the trainer has every core.
@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.status import list_runs
+from trainer.status import RunDir, list_runs
 
 SILENT_SECONDS = 300.0  # a heartbeat older than this is no sign of life
 
@@ -19,26 +19,40 @@ SILENT_SECONDS = 300.0  # a heartbeat older than this is no sign of life
 def judge(state: Path, name: str, now: float) -> tuple[bool, str]:
     """Whether the newest run of `name` under the state root lives and speaks, and one line saying so."""
     runs = list_runs(state / "runs", name)
-    if not runs:
-        return False, f"{name}: no run yet"
-    run = runs[-1]
+    return judge_run(runs[-1], now) if runs else (False, f"{name}: no run yet")
+
+
+def judge_run(run: RunDir, now: float) -> tuple[bool, str]:
+    """The same for one run."""
+    try:
+        run_id = run.run_id
+    except (ValueError, OSError) as error:
+        return False, str(error)
     if not run.alive():
-        return False, f"{run.run_id}: not running"
+        return False, f"{run_id}: not running"
     beats = run.heartbeats().values()
     if not beats:  # not every command writes heartbeats
-        return True, f"{run.run_id}: running"
+        return True, f"{run_id}: running"
     oldest = min(beats, key=lambda beat: beat.time)
     age = now - oldest.time
-    word = f"{run.run_id}: rank {oldest.rank} {oldest.phase}, step {oldest.step}, heartbeat {age:.0f} s ago"
+    word = f"{run_id}: rank {oldest.rank} {oldest.phase}, step {oldest.step}, heartbeat {age:.0f} s ago"
     return age <= SILENT_SECONDS, word
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="trainer.healthcheck", description=__doc__.splitlines()[0])
-    parser.add_argument("--state", type=Path, required=True, help="the state root")
-    parser.add_argument("--name", required=True, help="the experiment")
+    parser.add_argument(
+        "--run-dir", type=Path, help="the directory of one run, where a container has only that"
+    )
+    parser.add_argument("--state", type=Path, help="the state root")
+    parser.add_argument("--name", help="the experiment")
     arguments = parser.parse_args()
-    healthy, word = judge(arguments.state, arguments.name, time.time())
+    if (arguments.run_dir is None) == (arguments.state is None or arguments.name is None):
+        parser.error("give either --run-dir, or --state and --name")
+    if arguments.run_dir is not None:
+        healthy, word = judge_run(RunDir(arguments.run_dir), time.time())
+    else:
+        healthy, word = judge(arguments.state, arguments.name, time.time())
     print(word)
     return 0 if healthy else 1
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from trainer.healthcheck import SILENT_SECONDS, judge
-from trainer.status import Heartbeat, RunDir, allocate_run
+from trainer.healthcheck import SILENT_SECONDS, judge, judge_run, main
+from trainer.status import Heartbeat, Run, RunDir, allocate_run
 
 NOW = 1_000_000.0
 
@@ -60,3 +61,28 @@ def test_the_newest_run_of_that_name_counts(tmp_path: Path, living: RunDir) -> N
     assert judge(tmp_path, "demo", NOW)[0]
     allocate_run(tmp_path / "runs", "demo")
     assert not judge(tmp_path, "demo", NOW)[0]
+
+
+def test_one_run_is_judged_by_its_directory_where_a_container_has_nothing_else(
+    tmp_path: Path, living: RunDir
+) -> None:
+    beat(living, age=2)
+    living.write_run(Run(run_id="0001-demo", name="demo", command=[]))
+    elsewhere = tmp_path / "drafthouse"
+    living.path.rename(elsewhere)
+    assert judge_run(RunDir(elsewhere), NOW) == (
+        True,
+        "0001-demo: rank 0 training, step 12, heartbeat 2 s ago",
+    )
+    (elsewhere / "run.json").write_text("[]")
+    assert judge_run(RunDir(elsewhere), NOW)[0] is False
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--state", "/x"], ["--run-dir", "/x", "--state", "/x", "--name", "x"]]
+)
+def test_either_a_run_or_a_name_is_asked_for(words: list[str], monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["trainer.healthcheck", *words])
+    with pytest.raises(SystemExit):
+        main()
+    assert "give either --run-dir, or --state and --name" in capsys.readouterr().err
