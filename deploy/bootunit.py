@@ -6,6 +6,7 @@ Pure but for `install` and `remove`, which ask `deploy.unitfile` on the host. It
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,11 @@ from deploy.release import Layout
 MODULES = ("deploy.boot",)
 STOP_MARGIN = 30.0  # seconds: launch's own work after the grace, and ours
 TIMEOUT = 60.0  # seconds; systemd reads all of its units again
+
+
+def wanted() -> bool:
+    """Whether whoever deploys wants anything to start at boot: ``DRAFTHOUSE_BOOT=no`` declines."""
+    return os.environ.get("DRAFTHOUSE_BOOT", "").lower() not in ("no", "0", "false", "off")
 
 
 def unit_name(name: str) -> str:
@@ -46,7 +52,9 @@ def text(layout: Layout, name: str, facts: Mapping[str, Any], runtime: str, stop
 
 
 def keeper(facts: Mapping[str, Any]) -> str:
-    """Who starts it after a reboot: system | user (a user's systemd) | cron | nobody. Pure."""
+    """Who starts it after a reboot: system | user (a user's systemd) | cron | nobody | declined. Pure."""
+    if facts.get("boot_unit") is False:
+        return "declined"
     if facts.get("systemd"):
         return "user" if facts.get("uid") else "system"
     programs = facts.get("programs")
@@ -64,6 +72,7 @@ def describe(facts: Mapping[str, Any], name: str, runtime: str) -> str:
             f"by {unit_name(name)} of your own systemd (with lingering, so also before a login)"
         ),
         "cron": what.format("by an @reboot line in your crontab"),
+        "declined": "nothing that was not there before is put there (DRAFTHOUSE_BOOT=no)",
         "nobody": "nothing starts after a reboot, since there is neither systemd nor cron: fab start does",
     }[keeper(facts)]
 
@@ -73,6 +82,8 @@ def install(host: Host, layout: Layout, name: str, unit: str) -> str:
 
     `unit` is the text of its unit, as the release has it. A failure is only told: the run goes on without.
     """
+    if not wanted():
+        return f"nothing was put in place to start {name} after a reboot (DRAFTHOUSE_BOOT=no)"
     try:
         program = onhost.install(host, layout.state, MODULES)
         done: str = onhost.ask(

@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-from deploy import onhost
+from deploy import bootunit, onhost
 from deploy.host import Host, HostError
 
 PROBE = "deploy.probe"
@@ -17,7 +17,7 @@ def collect(
     host: Host, state_root: str | None = None, shm_root: str | None = None, sample: float = 0.4
 ) -> dict[str, Any]:
     """The facts of `host`: see `deploy.probe` for their schema; and client_time, what this machine's clock
-    showed when the host's showed `time`, as well as it can be known.
+    showed when the host's showed `time`, as well as it can be known; and boot_unit, whether one is wanted.
 
     `sample` is the time in seconds between two readings of CPU use; 0 reads once, for a caller that only
     plans. Raises HostError if the probe cannot run there or its answer is no JSON.
@@ -39,4 +39,5 @@ def collect(
         raise HostError(f"{host.name}: the probe's answer is no JSON object: {result.out[:200]!r}")
     # Its time is from within the call. A clock that is apart by more than the call took is apart for certain.
     facts["client_time"] = min(max(facts["time"], began), ended)
+    facts["boot_unit"] = bootunit.wanted()
     return facts

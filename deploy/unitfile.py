@@ -8,11 +8,13 @@ else wrote is never touched. Standard library only, Python >= 3.9.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from deploy import files, machine
@@ -62,7 +64,7 @@ def remove(state: str, name: str) -> str:
             with contextlib.suppress(Unable):
                 systemctl(*scope, "daemon-reload")
             done.append(str(path))
-    with contextlib.suppress(Unable):
+    with contextlib.suppress(Unable), crontab_lock():
         before = crontab()
         after = without(before, state, name)
         if after != before:
@@ -182,14 +184,27 @@ def crontab_line(state: str, name: str, argv: list[str]) -> str:
     words = " ".join(shlex.quote(word) for word in argv)
     line = f"@reboot {words} >>{shlex.quote(log)} 2>&1 {LINE.format(name=name, state=state)}"
     line = line.replace("%", "\\%")  # which cron takes for a newline
-    before = crontab()
-    kept = without(before, state, name)
-    if kept and not kept.endswith("\n"):
-        kept += "\n"
-    after = f"{kept}{line}\n"
-    if after != before:
-        write_crontab(after)
+    with crontab_lock():
+        before = crontab()
+        kept = without(before, state, name)
+        if kept and not kept.endswith("\n"):
+            kept += "\n"
+        after = f"{kept}{line}\n"
+        if after != before:
+            write_crontab(after)
     return f"an @reboot line in the crontab of {machine.user_name()} starts the next run after a reboot"
+
+
+@contextlib.contextmanager
+def crontab_lock() -> Iterator[None]:
+    """Between reading and writing a crontab no other deploy of this user may do so."""
+    path = os.path.join(tempfile.gettempdir(), f"drafthouse-crontab-{os.getuid()}.lock")
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def without(text: str, state: str, name: str) -> str:
