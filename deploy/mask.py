@@ -1,20 +1,31 @@
 """Values that look like secrets, for texts that people show around: plans and differences.
 
 Secrets have a place of their own (`secrets:`) and are in no file that we render. This is for those who put
-one into `environment:` or into an address all the same.
+one into `environment:`, a command line or an address all the same.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 MASK = "***"
+OTHER = " (another value)"  # so that a change shows, though not what it is
+# The end of a name tells: HF_TOKEN is one, token-budget is not.
 _NAME = re.compile(
-    r"(?:^|[_.-])(?:token|secret|secrets|password|passwd|passphrase|pwd|credential|credentials|apikey|"
-    r"auth|(?:api|access|private|secret|signing|encryption|ssh|account|license|wandb|key)[_-]?key)(?:$|[_.-])",
+    r"(?:^|[_.-])(?:token|secrets?|password|passwd|passphrase|pwd|credentials?|apikey|auth|"
+    r"(?:api|access|private|secret|signing|encryption|ssh|account|license|licence|wandb)[_-]?key)(?:[_-]?\d+)?$",
     re.IGNORECASE,
 )
-_ADDRESS = re.compile(r"(?<=://)([^/@\s:\"']*):([^/@\s\"']+)@")
+_ADDRESS = re.compile(r"(?<=://)(?P<user>[^/@\s:\"']*):(?P<value>[^/@\s\"']+)@")
+# In the middle of a line: NAME=value, --name=value, --name value.
+_INLINE = re.compile(
+    r"""(?:--(?P<flag>[A-Za-z][\w-]*)(?:=|\s+)|(?<![\w.-])(?P<variable>[A-Za-z_]\w*)=)"""
+    r"""(?P<value>(?:'[^']*'|"(?:[^"\\]|\\.)*"|[^\s"';])+)"""
+)
+# A line of its own: KEY: value in YAML and JSON, "--flag" in a list with its value on the next line.
+_KEY = re.compile(r"""^\s*["']?(?P<name>[A-Za-z_][\w.-]*)["']?:\s+(?P<value>\S.*)$""")
+_FLAG = re.compile(r"""^\s*(?:-\s+)?["']?--(?P<name>[A-Za-z][\w-]*)["']?,?\s*$""")
 
 
 def secret_name(name: str) -> bool:
@@ -23,47 +34,45 @@ def secret_name(name: str) -> bool:
 
 
 def text(value: str) -> str:
-    """`value` without the passwords of the addresses in it."""
-    return _ADDRESS.sub(rf"\1:{MASK}@", value)
+    """`value` with its secrets masked."""
+    return "\n".join(_masked(value.split("\n"), None))
 
 
 def both(old: bytes | None, new: bytes | None) -> tuple[str | None, str | None]:
-    """Two versions of a rendered file with what looks like a secret masked; that it changed still shows."""
-    texts = [None if data is None else data.decode("utf-8", "replace") for data in (old, new)]
-    found = [{} if text is None else _values(text) for text in texts]
-    shown: list[str | None] = []
-    for version, whole in enumerate(texts):
-        if whole is None:
-            shown.append(None)
-            continue
-        lines = []
-        for number, line in enumerate(whole.splitlines()):
-            if number in found[version]:
-                name, value, start = found[version][number]
-                other = [v for n, v, _ in found[0].values() if n == name]
-                changed = version == 1 and old is not None and value not in other
-                line = f"{line[:start]}{MASK}{' (another value)' if changed else ''}"
-            lines.append(text(line))
-        shown.append("\n".join(lines) + "\n")
-    return shown[0], shown[1]
+    """Two versions of a rendered file with their secrets masked; that one was changed still shows."""
+    before, after = (
+        None if data is None else data.decode("utf-8", "replace").split("\n") for data in (old, new)
+    )
+    known = None if before is None else {before[line][start:end] for line, start, end in _found(before)}
+    return (
+        None if before is None else "\n".join(_masked(before, None)),
+        None if after is None else "\n".join(_masked(after, known)),
+    )
 
 
-# One variable, key or word of a list a line, as all files that we render have them.
-_LINE = re.compile(
-    r"""^\s*(?:-\s+)?["']?(?:--)?(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)["']?\s*(?:=|:\s)\s*(?P<value>\S.*)$"""
-)
-_WORD = re.compile(r"""^\s*(?:-\s+)?["']?--(?P<name>[A-Za-z][A-Za-z0-9_-]*)["']?,?\s*$""")
+def _masked(lines: list[str], known: Collection[str] | None) -> list[str]:
+    """The lines, masked; a value that is not among the `known` ones is marked as another."""
+    shown = list(lines)
+    for line, start, end in sorted(_found(lines), reverse=True):
+        other = OTHER if known is not None and lines[line][start:end] not in known else ""
+        shown[line] = shown[line][:start] + MASK + other + shown[line][end:]
+    return shown
 
 
-def _values(whole: str) -> dict[int, tuple[str, str, int]]:
-    """Line number -> (name, value, where the value begins), for the lines that hold a secret."""
-    found = {}
-    flag = ""
-    for number, line in enumerate(whole.splitlines()):
-        if flag and line.strip():
-            found[number] = (flag, line.strip(), len(line) - len(line.lstrip()))
-        word, match = _WORD.match(line), _LINE.match(line)
-        flag = word["name"] if word and secret_name(word["name"]) else ""
-        if match and secret_name(match["name"]):
-            found[number] = (match["name"], match["value"], match.start("value"))
+def _found(lines: list[str]) -> set[tuple[int, int, int]]:
+    """(line, start, end) of every value that looks like a secret."""
+    found = set()
+    expected = False
+    for number, line in enumerate(lines):
+        key, flag = _KEY.match(line), _FLAG.match(line)
+        if expected and line.strip():
+            found.add((number, len(line) - len(line.lstrip(" -")), len(line)))
+        elif key and secret_name(key["name"]):
+            found.add((number, *key.span("value")))
+        else:
+            for match in _INLINE.finditer(line):
+                if secret_name(match["flag"] or match["variable"]):
+                    found.add((number, *match.span("value")))
+            found |= {(number, *match.span("value")) for match in _ADDRESS.finditer(line)}
+        expected = bool(flag and secret_name(flag["name"]))
     return found

@@ -127,7 +127,7 @@ def _text(plan: Plan) -> list[str]:
                 ("data", plan.data if plan.data != "toy" else "toy, which the trainer makes from its target")
             ]
         rows += [("secret", f"{name} {source}") for name, source in plan.secrets.items()]
-        rows += [("command", " ".join(map(_word, plan.command)))]
+        rows += [("command", mask.text(" ".join(map(_word, plan.command))))]
         rows += (
             [("install", f"tini, with {' '.join(plan.install)} (--no-install declines)")]
             if plan.install

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from samples import LOCALHOST, PYTHON, facts, recipe, run, survey
 
-from deploy import preflight
+from deploy import CHECKOUT, preflight
 from deploy.errors import DeployError
+from deploy.runtimes import compose
+from deploy.settings import HostSettings
 from deploy.survey import Interpreter
 from deploy.weights import Weights
 
@@ -141,3 +143,147 @@ def test_a_run_that_has_ended_holds_no_directory(tmp_path: Path) -> None:
 def test_weights_that_are_there_already_need_no_room(tmp_path: Path) -> None:
     there = Weights("/m", "present", "/s/m@1", bytes=10**15)
     assert failures(TOY, tmp_path, weights=there) == ([], [])
+
+
+# -- hosts and clocks --------------------------------------------------------------------------------------
+
+
+def test_root_does_not_deploy_into_somebody_elses_state(tmp_path: Path) -> None:
+    theirs = facts(state={"owner_uid": 1000})
+    assert failures(TOY, tmp_path, found=theirs)[0] == [
+        "the state directory /var/lib/drafthouse belongs to uid 1000, and you are root: that user could not manage what you deploy there; deploy as its owner, or choose another with state: in fabric.yaml or DRAFTHOUSE_STATE"
+    ]
+    assert failures(TOY, tmp_path, found=facts(state={"owner_uid": 10001})) == ([], []), (
+        "the image's own user"
+    )
+    assert failures(TOY, tmp_path, found=facts(state={"owner_uid": 1000, "exists": False})) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("apart", "said"),
+    [
+        (-4, []),
+        (4, []),
+        (7200, ["the clock of localhost is 2 h 00 min ahead of this machine's: times will not agree; set both by NTP: timedatectl set-ntp true"]),
+        (-30, ["the clock of localhost is 30 s behind this machine's: times will not agree; set both by NTP: timedatectl set-ntp true"]),
+    ],
+)  # fmt: skip
+def test_clocks_apart_are_told(apart: float, said: list[str], tmp_path: Path) -> None:
+    found = facts()
+    assert failures(COMMAND, tmp_path, found={**found, "client_time": found["time"] - apart}) == ([], said)
+
+
+def test_another_deploy_that_holds_the_lock_is_told(tmp_path: Path) -> None:
+    assert failures(COMMAND, tmp_path, found=facts(locks={"demo": {"by": "ada@desk"}, "x": {}})) == (
+        [],
+        [
+            "another deploy of demo by ada@desk is under way, and holds the lock; wait for it with --lock-wait SECONDS"
+        ],
+    )
+
+
+def test_a_secret_in_the_environment_is_told_and_not_shown(tmp_path: Path) -> None:
+    text = "command: [a]\nenvironment: {HF_TOKEN: hunter2, LEVEL: x, API_KEY: ''}"
+    assert failures(text, tmp_path) == (
+        [],
+        ["environment.HF_TOKEN looks like a secret, but is kept in files of the release that all can read; move HF_TOKEN to secrets: in the run's file"],
+    )  # fmt: skip
+
+
+# -- containers --------------------------------------------------------------------------------------------
+
+BOX = HostSettings(name="box", address="box", runtime="compose")
+ENGINE = {
+    "client": "/usr/bin/docker", "answers": True, "permitted": True, "version": "29.1.0", "compose": "2.40.3",
+    "error": None, "storage_free_bytes": 10**12, "root": "/var/lib/docker", "live_restore": False,
+}  # fmt: skip
+GPUS = {
+    "devices": [{"index": 0, "path": "/dev/nvidia0", "holders": []}],
+    "driver": "550.54.14", "library": "550.54.14", "toolkit": True,
+}  # fmt: skip
+USE = "command: [a]\nimage: {use: my/image:1}\n"
+
+
+def contained(text: str, tmp_path: Path, **changes: Any) -> tuple[list[str], list[str]]:
+    """The same for a host with an engine. `engine` changes what the probe says of that."""
+    given = {"engine": {**ENGINE, **changes.pop("engine", {})}, **changes.pop("facts", {})}
+    found, settings = facts(**given), recipe(text, tmp_path).settings
+    image = compose.image(CHECKOUT, BOX, settings, found)
+    listed = preflight.checks(survey(found, image=image, **changes), BOX, settings)
+    return [c.sentence for c in listed if not c.ok and not c.warning], preflight.warnings(listed)
+
+
+@pytest.mark.parametrize("text", [TOY, USE, "weights: toy\ntrainer: {}\nmemory: 8g\nshm_size: 1g"])
+def test_a_host_with_an_engine_that_has_what_it_needs_passes(text: str, tmp_path: Path) -> None:
+    assert contained(text, tmp_path) == ([], [])
+
+
+def test_the_hosts_own_python_is_of_no_interest_to_a_container(tmp_path: Path) -> None:
+    assert contained(TOY, tmp_path, interpreter=Interpreter("/no", problem="does not exist")) == ([], [])
+
+
+OTHERWISE = "or set runtime: process for box in fabric.yaml"
+REFUSED: list[tuple[str, str, dict, str]] = [
+    ("no engine", TOY, {"engine": {"answers": False, "client": None}},
+     f"box has no Docker engine; install one with fab bootstrap --host box, {OTHERWISE}"),
+    ("silent", TOY, {"engine": {"answers": False, "error": "the engine at /x does not answer within 2 s"}},
+     f"the Docker engine of box does not answer (the engine at /x does not answer within 2 s); start it there with systemctl start docker, {OTHERWISE}"),
+    ("not permitted", TOY, {"engine": {"answers": False, "permitted": False, "error": "no engine at /x: Permission denied"}, "facts": {"user": "ada", "uid": 1000}},
+     "ada may not use the Docker engine of box (no engine at /x: Permission denied); run sudo usermod -aG docker ada there, which gives ada root's rights, and log in anew"),
+    ("too old", TOY, {"engine": {"version": "19.03.15"}},
+     f"box has Docker Engine 19.03.15, but 20.10 or later is needed; upgrade it there, {OTHERWISE}"),
+    ("no client", TOY, {"engine": {"client": None}},
+     f"box has a Docker engine, but no docker command; install it with fab bootstrap --host box, {OTHERWISE}"),
+    ("no Compose", TOY, {"engine": {"compose": None, "error": "docker: 'compose' is not a docker command."}},
+     f"box has no Docker Compose v2 (docker: 'compose' is not a docker command.); install it with fab bootstrap --host box, {OTHERWISE}"),
+    ("old Compose", TOY, {"engine": {"compose": "2.3.3"}},
+     f"box has Docker Compose 2.3.3, but 2.17 or later is needed; upgrade it with fab bootstrap --host box, {OTHERWISE}"),
+    ("no image", COMMAND, {},
+     "the run has a command: of its own, but no image that has its program; name one that is on the host, like image: {use: my/image:1.4}, or set runtime: process"),
+    ("disk", TOY, {"engine": {"storage_free_bytes": 2 * 10**9}},
+     "the Docker engine of box has 2.0 GB free in /var/lib/docker, but the image needs about 4.0 GB; free some with docker image prune there, or with fab prune"),
+    ("no toolkit", TOY, {"facts": {"gpus": {**GPUS, "toolkit": False}}},
+     "box has GPUs, but no NVIDIA container toolkit, so no container could see them; install nvidia-container-toolkit there (fab bootstrap --host box says how), or set gpus: 0"),
+    ("no driver", f"{TOY}\ngpus: all", {},
+     "the run has gpus: all, but box has no NVIDIA driver loaded; install it there, or set gpus: 0 to compute on the CPU"),
+    ("driver changed", TOY, {"facts": {"gpus": {**GPUS, "library": "560.1"}}},
+     "the NVIDIA driver that box has loaded is 550.54.14, but its library is 560.1: no CUDA call would work; reboot that machine, or unload the nvidia modules and load them again"),
+    ("bus error", f"{TOY}\nshm_size: 64m", {},
+     "shm_size is 64m, but PyTorch's loaders and NCCL may need 1024 MiB in the container's /dev/shm, and would end in a bus error; remove shm_size, or enlarge it"),
+    ("memory", f"{TOY}\nmemory: 512m", {},
+     "memory is 512m, but the container's shared memory alone may take 1024 MiB of it; enlarge memory: in the run's file, or remove it"),
+    ("mount", USE, {"data": "/usr"},
+     "/usr would be mounted over the container's own /usr; choose a directory of its own for weights: or data: in the run's file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "said"), [item[1:] for item in REFUSED], ids=[item[0] for item in REFUSED]
+)
+def test_what_a_container_lacks_is_one_sentence_with_its_remedy(
+    text: str, changes: dict, said: str, tmp_path: Path
+) -> None:
+    assert contained(text, tmp_path, **dict(changes)) == ([said], [])
+
+
+def test_an_image_that_is_there_needs_no_room_and_code_on_packages_little(tmp_path: Path) -> None:
+    image = compose.image(CHECKOUT, BOX, recipe(TOY, tmp_path).settings, facts(engine=ENGINE))
+    tight = {"engine": {"storage_free_bytes": 10**9}}
+    for tag in (image.reference, image.packages):  # type: ignore[union-attr]
+        assert contained(TOY, tmp_path, **tight, facts={"images": [{"tags": [tag]}]}) == ([], [])
+    assert contained(TOY, tmp_path, **tight, facts={"images": [{"tags": ["drafthouse:other"]}]})[0]
+
+
+def test_without_devices_nothing_is_said_of_drivers(tmp_path: Path) -> None:
+    broken = {"gpus": {**GPUS, "toolkit": False, "library": "560.1"}}
+    assert contained(f"{TOY}\ngpus: 0", tmp_path, facts=broken) == ([], [])
+
+
+@pytest.mark.parametrize(("restores", "unattended", "told"), [(False, True, 1), (True, True, 0), (False, False, 0), (None, True, 0)])  # fmt: skip
+def test_upgrades_at_night_that_would_end_the_run_are_told(
+    restores: bool | None, unattended: bool, told: int, tmp_path: Path
+) -> None:
+    found = contained(
+        TOY, tmp_path, engine={"live_restore": restores}, facts={"unattended_upgrades": unattended}
+    )
+    assert (found[0], len(found[1])) == ([], told)
