@@ -21,9 +21,9 @@ which there are `clock_ticks` a second.
 Of a run, `boot` is {release weights} of its boot.json, empty if that may not be read, null without one.
 Of a run in a container, `container` is {id name image image_id running paused pid exit_code oom_killed error
 started finished engine_started gone unknown}: gone if the engine has it no more, unknown (why) if the engine
-could not be asked. A process's `nspid` is its pid as its own files call it. `running` is what the trainer really runs
-with, {argv environment image_id started files [{path modified}]}, from /proc (its files: what its command
-line names); null where that cannot be read.
+could not be asked. A process's `nspid` is its pid as its own files call it. `running` is what the trainer
+really runs with, {argv environment image_id started files [{path modified}]}, from /proc (its files: what its
+command line names); null where that cannot be read.
 """
 
 from __future__ import annotations

@@ -1,0 +1,198 @@
+"""The end of a switch: the first step, the way back if there is none, and a disk that takes no more."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import deployed
+import pytest
+from deployed import CHECKOUT, HOST, TRAINER, Place, steps, until
+
+from deploy import switch
+from trainer import status
+
+DIES = "import sys; print('CUDA error: no kernel image'); sys.exit(3)"
+NO_STEP = TRAINER.replace("beat.step += 1", "pass").replace("beat.last_step_time =", "later =")
+BEATS_THEN_DIES = TRAINER.replace("beat.step += 1", "run.write_heartbeat(beat); time.sleep(0.5); sys.exit(3)")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    yield from deployed.place(tmp_path)
+
+
+def go(made: dict) -> switch.Outcome:
+    return switch.watch(HOST, switch.start(HOST, made), lambda step: None)
+
+
+def outcomes(outcome: switch.Outcome) -> dict[str, str]:
+    return {step["name"]: step["outcome"] for step in outcome.steps}
+
+
+@pytest.fixture
+def old(place: Place) -> status.RunDir:
+    """A run of release aaaaaaaaaaaa in progress."""
+    run = place.run_dir(release={"id": "aaaaaaaaaaaa"})
+    place.start(run)
+    until(lambda: steps(run))
+    (place.root / "names" / "demo" / "current").symlink_to("releases/aaaaaaaaaaaa")
+    (place.root / "names" / "demo" / "previous").symlink_to("releases/999999999999")
+    return run
+
+
+def before(place: Place, run: status.RunDir) -> dict:
+    """What a deploy with --rollback-on-failure adds to the specification."""
+    return {
+        "release_id": "aaaaaaaaaaaa",
+        "start": place.start_spec(run),
+        "run": json.loads((run.path / "run.json").read_text()),
+    }
+
+
+def back(place: Place, new: status.RunDir, old: status.RunDir, **more) -> switch.Outcome:
+    place.release("bbbbbbbbbbbb")
+    return go(place.spec(new, old, "bbbbbbbbbbbb", **{"rollback": before(place, old), **more}))
+
+
+def record(run: status.RunDir) -> dict:
+    return json.loads((run.path / "switch.json").read_text())
+
+
+def test_the_first_step_is_watched_for_if_that_is_wanted(place):
+    run = place.run_dir()
+    outcome = go(place.spec(run, wait_first_step=True))
+    assert outcome.word == "done", outcome
+    assert outcome.steps[-1]["name"] == "first-step"
+    assert outcome.steps[-1]["detail"].startswith("step ")
+
+
+def test_a_run_that_beats_and_dies_before_its_first_step_fails_the_switch(place):
+    outcome = go(place.spec(place.run_dir(BEATS_THEN_DIES), wait_first_step=True))
+    assert outcome.word == "failed"
+    assert (outcomes(outcome)["first-heartbeat"], outcomes(outcome)["first-step"]) == ("ok", "failed")
+    assert "exit code 3" in outcome.reason
+
+
+def test_a_run_that_is_only_slow_goes_on_and_is_not_rolled_back(place, old):
+    new = place.run_dir(NO_STEP)
+    outcome = back(place, new, old, first_step_timeout_seconds=1.0)
+    assert outcome.word == "failed"
+    assert "no step within 1 s; the run is still in progress" in outcome.reason
+    assert "rollback" not in outcomes(outcome)
+    assert new.alive()
+
+
+@pytest.mark.parametrize("command", [DIES, BEATS_THEN_DIES], ids=["at once", "after its first heartbeat"])
+def test_a_run_that_dies_before_its_first_step_gives_way_to_the_release_before(place, old, command):
+    new = place.run_dir(command)
+    outcome = back(place, new, old)
+    assert outcome.word == "failed"
+    assert outcomes(outcome)["rollback"] == "ok", outcome
+    assert "exit code 3" in outcome.reason
+    assert "release aaaaaaaaaaaa runs again as 0003-demo" in outcome.reason
+    restored = status.RunDir(place.root / "runs" / "0003-demo")
+    assert restored.alive()
+    assert record(new)["rollback"] == {
+        "release_id": "aaaaaaaaaaaa",
+        "run_path": str(restored.path),
+        "outcome": "done",
+    }
+    made, was = restored.run(), old.run()
+    assert (made.run_id, made.command, made.release) == ("0003-demo", was.command, was.release)
+    assert made.created > was.created
+    names = place.root / "names" / "demo"
+    assert os.readlink(names / "current") == "releases/aaaaaaaaaaaa"
+    assert os.readlink(names / "previous") == "releases/999999999999"
+    assert switch.watch(HOST, str(restored.path), lambda step: None).word == "done"
+    until(lambda: steps(restored))
+
+
+def test_the_restored_run_gets_its_secrets_again(place, old, tmp_path):
+    kept = place.root / "names" / "demo" / f"secrets-{old.path.name}"
+    kept.write_text("KEY=value\n")
+    kept.chmod(0o400)
+    made = old.run()
+    made.secrets, made.secrets_file = ["KEY"], str(kept)
+    old.write_run(made)
+    assert outcomes(back(place, place.run_dir(DIES), old))["rollback"] == "ok"
+    restored = status.RunDir(place.root / "runs" / "0003-demo").run()
+    assert restored.secrets_file == str(kept.with_name("secrets-0003-demo"))
+    assert Path(restored.secrets_file).read_text() == "KEY=value\n"
+    assert os.stat(restored.secrets_file).st_mode & 0o777 == 0o400
+
+
+def test_a_run_that_a_person_stops_meanwhile_is_not_rolled_back(place, old):
+    new = place.run_dir(NO_STEP)
+    place.release("bbbbbbbbbbbb")
+    path = switch.start(HOST, place.spec(new, old, "bbbbbbbbbbbb", rollback=before(place, old)))
+    until(lambda: any(step["name"] == "first-step" for step in record(new)["steps"]))
+    assert go(place.spec(None, new)).word == "done"
+    outcome = switch.watch(HOST, path, lambda step: None)
+    assert outcome.word == "failed"
+    assert "rollback" not in outcomes(outcome)
+    assert not any(run.alive() for run in status.list_runs(place.root / "runs"))
+
+
+def test_a_rollback_to_a_release_that_is_gone_says_so(place, old):
+    gone = {**before(place, old), "release_id": "cccccccccccc"}
+    outcome = back(place, place.run_dir(DIES), old, rollback=gone)
+    assert outcomes(outcome)["rollback"] == "failed"
+    assert "release cccccccccccc was not started again: release cccccccccccc" in outcome.reason
+
+
+def test_a_release_that_dies_too_is_told_with_both_reasons(place, old):
+    broken = before(place, old)
+    broken["run"]["command"] = [sys.executable, "-c", "raise SystemExit(4)"]
+    outcome = back(place, place.run_dir(DIES), old, rollback=broken)
+    assert outcomes(outcome)["rollback"] == "failed"
+    assert "exit code 3" in outcome.reason
+    assert "exit code 4" in outcome.reason
+    assert "not restored" in outcome.reason
+    assert not any(run.alive() for run in status.list_runs(place.root / "runs"))
+
+
+def fill(path: Path) -> None:
+    """Take all that is left of a file system, to the last page."""
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)) == 4096:
+            pass
+
+
+@pytest.mark.root
+def test_a_full_disk_does_not_keep_a_run_from_being_stopped(place, tmp_path):
+    """The job itself, since nothing can be written: specification over stdin, record in shared memory."""
+    place.root.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", place.root], check=True)
+    answer: dict = {}
+    try:
+        # One that writes nothing: files that are replaced would give a page back now and then.
+        run = place.run_dir("import time; print('hello', flush=True); time.sleep(1000)")
+        place.start(run)
+        until(lambda: run.launch().trainer_pid)
+        fill(place.root / "full")
+        path = str(place.root / "names" / "demo" / "stop.json")
+        made = {**place.spec(None, run), "record": path, "checkpoint_timeout_seconds": 0}
+        done = subprocess.run(
+            [sys.executable, "-c", "from deploy.switch_job import main; main()", "-", "--attached"],
+            input=json.dumps(made).encode(),
+            capture_output=True,
+            cwd=CHECKOUT,
+        )
+        answer = json.loads(done.stdout)
+        assert answer["accepted"], answer
+        assert done.returncode == 0
+        assert not run.alive()
+        assert answer["record"].startswith("/dev/shm/")
+        assert json.loads(Path(answer["record"]).read_text())["outcome"] == "done"
+        assert run.exit().reason == "stopped"
+    finally:
+        place.end_all()
+        if answer.get("record", "").startswith("/dev/shm/"):
+            Path(answer["record"]).unlink()
+        subprocess.run(["umount", "-l", str(place.root)], check=True)
