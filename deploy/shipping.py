@@ -14,6 +14,7 @@ import json
 import os
 import posixpath
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from deploy.sizes import size
 BLOCK = 1 << 20
 SIGN_OF_LIFE = 10.0  # seconds between two words on a transfer
 LINK_TIMEOUT = 30  # seconds without a byte, after which rsync gives up
+RSYNC_SILENCE = 120.0  # seconds without a word of it, after which we do
 SILENCE = 180.0  # seconds; a load gives a sign of life every 5, but a disk may be busy
 LIST = "blobs.json"  # beside the layers of an image: which they are, in order; locked by who uses them
 
@@ -276,10 +278,15 @@ def rsync(
                 sent = sum(int(number.replace(",", "")) for number in whole.groups())
         code = process.wait()
         listening.join(5)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)  # the other side keeps what it has
         process.wait()
+        if isinstance(error, TimeoutError):
+            raise DeployError(
+                f"rsync to {host.name} gave no sign of life for {RSYNC_SILENCE:.0f} s and was ended; run the "
+                "command again, it goes on from what has arrived"
+            ) from None
         raise
     finally:
         process.stdout.close()
@@ -295,9 +302,14 @@ def rsync(
 
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
-    """Lines of a progress that is redrawn: a carriage return ends one, too."""
+    """Lines of a progress that is redrawn: a carriage return ends one, too. Raises TimeoutError."""
     rest = b""
-    while block := os.read(stream.fileno(), 1 << 16):
+    while True:
+        if not select.select([stream], [], [], RSYNC_SILENCE)[0]:
+            raise TimeoutError
+        block = os.read(stream.fileno(), 1 << 16)
+        if not block:
+            break
         *whole, rest = re.split(rb"[\r\n]", rest + block)
         yield from (line.decode(errors="replace") for line in whole)
     yield rest.decode(errors="replace")

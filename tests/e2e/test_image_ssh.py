@@ -122,7 +122,7 @@ def test_interrupted_by_a_lost_link_then_shipped_then_only_changes_travel(
     # The link is lost in the middle of the transfer.
     def lose_the_link() -> None:
         until(lambda: _arrived(incoming) > 16 << 20)
-        for pid in holders(["rsync", "--server", str(incoming)]):
+        for pid in set(holders(["rsync", "--server"])) & set(box.pids()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

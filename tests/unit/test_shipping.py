@@ -157,3 +157,10 @@ def test_a_progress_that_is_redrawn_is_read_as_lines() -> None:
         "  10,240 100%  9.00MB/s",
         "sent 10 bytes  received 5 bytes",
     ]
+
+
+def test_an_rsync_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "RSYNC_SILENCE", 0.2)
+    monkeypatch.setattr(shipping, "rsync_command", lambda *words: ["sleep", "600"])
+    with pytest.raises(DeployError, match=r"rsync to gpu-box gave no sign of life .* run the command again"):
+        shipping.rsync(Reached("gpu-box"), tmp_path, ["a"], "/nowhere", 1, lambda text: None)
