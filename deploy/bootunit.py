@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from deploy import onhost, render
+from deploy import onhost
 from deploy.errors import DeployError
 from deploy.host import SCRIPT_FLAGS, Host
 from deploy.release import Layout
@@ -40,6 +40,8 @@ def text(layout: Layout, name: str, facts: Mapping[str, Any], runtime: str, stop
     `stop_seconds` is what saving and stopping may take before the machine goes down: the checkpoint's
     timeout and the grace.
     """
+    from deploy import render  # takes a moment, and most tasks render nothing
+
     return render.render(
         "drafthouse.service.j2",
         name=name,

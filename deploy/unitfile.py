@@ -64,7 +64,7 @@ def remove(state: str, name: str) -> str:
             with contextlib.suppress(Unable):
                 systemctl(*scope, "daemon-reload")
             done.append(str(path))
-    with contextlib.suppress(Unable), crontab_lock():
+    with contextlib.suppress(Unable, FileNotFoundError), crontab_lock(state):
         before = crontab()
         after = without(before, state, name)
         if after != before:
@@ -184,7 +184,7 @@ def crontab_line(state: str, name: str, argv: list[str]) -> str:
     words = " ".join(shlex.quote(word) for word in argv)
     line = f"@reboot {words} >>{shlex.quote(log)} 2>&1 {LINE.format(name=name, state=state)}"
     line = line.replace("%", "\\%")  # which cron takes for a newline
-    with crontab_lock():
+    with crontab_lock(state):
         before = crontab()
         kept = without(before, state, name)
         if kept and not kept.endswith("\n"):
@@ -196,10 +196,9 @@ def crontab_line(state: str, name: str, argv: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def crontab_lock() -> Iterator[None]:
-    """Between reading and writing a crontab no other deploy of this user may do so."""
-    path = os.path.join(tempfile.gettempdir(), f"drafthouse-crontab-{os.getuid()}.lock")
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def crontab_lock(state: str) -> Iterator[None]:
+    """Between reading and writing a crontab no other deploy may do so."""
+    lock = os.open(f"{state}/tools/.crontab.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

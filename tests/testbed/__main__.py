@@ -32,7 +32,12 @@ def install() -> int:
 
 def doctor() -> int:
     """say what this machine can bring up"""
-    parts = {"root": needs.why_no_root(), "engine": needs.why_no_engine(), "sshd": needs.why_no_sshd()}
+    parts = {
+        "root": needs.why_no_root(),
+        "engine": needs.why_no_engine(),
+        "sshd": needs.why_no_sshd(),
+        "boot": needs.why_no_boot(),
+    }
     for part, why in parts.items():
         print(f"{part:8}{why or 'yes'}")
     return 0

@@ -19,7 +19,9 @@ ENGINE = {
     "rsync": "rsync",  # images are shipped with it
 }
 SSHD = {"/usr/sbin/sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
-ALWAYS = {"tini": "tini"}  # without it the product is tested in its fallback only
+BOOT = {"/lib/systemd/systemd": "systemd", "systemctl": "systemd", "crontab": "cron"}
+# Without these the product is tested in part only: its fallbacks, and no login shell but bash.
+ALWAYS = {"tini": "tini", "rsync": "rsync", "fish": "fish", "tcsh": "tcsh"}
 
 
 def lacking(commands: dict[str, str]) -> list[str]:
@@ -45,6 +47,13 @@ def why_no_sshd() -> str | None:
     return _missing(SSHD)
 
 
+def why_no_boot() -> str | None:
+    """Why tests marked `boot` cannot run here; None if they can."""
+    if os.geteuid() != 0:
+        return "the testbed boots a systemd in namespaces, which takes root"
+    return _missing(BOOT)
+
+
 def _missing(commands: dict[str, str]) -> str | None:
     missing = lacking(commands)
     if not missing:
@@ -54,7 +63,7 @@ def _missing(commands: dict[str, str]) -> str | None:
 
 def install() -> list[str]:
     """Install by apt what is missing; returns the packages. Raises TestbedError if that cannot be done."""
-    everything = {**ENGINE, **SSHD, **ALWAYS}
+    everything = {**ENGINE, **SSHD, **BOOT, **ALWAYS}
     packages = sorted({everything[command] for command in lacking(everything)})
     if not packages:
         return []

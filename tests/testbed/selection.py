@@ -18,7 +18,12 @@ from . import needs
 
 SETUP_SECONDS = 1800  # for the first test that needs the image: a base system, an image with torch
 ONE_FOR_ALL = {"engine", "toy_cache"}  # fixtures whose tests go to one worker
-REASONS = {"root": needs.why_no_root, "engine": needs.why_no_engine, "sshd": needs.why_no_sshd}
+REASONS = {
+    "root": needs.why_no_root,
+    "engine": needs.why_no_engine,
+    "sshd": needs.why_no_sshd,
+    "boot": needs.why_no_boot,
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
