@@ -23,6 +23,7 @@ from deploy.host import Host, HostError
 SILENCE = 10.0  # seconds without a sign of life after which a connection counts as lost
 DELAYS = (0.0, 1.0, 2.0, 5.0)  # seconds before the attempts to connect again; the last one for all further
 TELL = 60.0  # seconds between two words about a connection that does not come back
+END = 0.5  # seconds that a program gets to notice that nobody listens any more
 BLOCK = 1 << 16
 
 Note = Callable[[str], None]
@@ -97,7 +98,7 @@ def listening(
     try:
         yield step
     finally:
-        onhost.close(process)
+        onhost.close(process, END)
 
 
 def values(host: Host, function: str, *arguments: Any, note: Note = to_stderr) -> Iterator[dict[str, Any]]:

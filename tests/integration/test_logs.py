@@ -17,7 +17,7 @@ import deployed
 import pytest
 from deployed import CHECKOUT, HOST, steps, until
 
-from deploy import logs, switch
+from deploy import log_reader, logs, switch
 from deploy.errors import DeployError
 from trainer import status
 
@@ -233,14 +233,14 @@ def test_what_is_written_between_the_last_look_and_the_end_is_shown(place, monke
     run = place.run_dir("print('hello')")
     place.start(run)
     until(lambda: run.exit() and not run.alive())
-    end = logs.Follower.end
+    end = log_reader.Follower.end
 
     def late(self, follow):
         with open(run.log / f"{0:020d}.log", "ab") as file:
             file.write(b"late\n")
         return end(self, follow)
 
-    monkeypatch.setattr(logs.Follower, "end", late)
+    monkeypatch.setattr(log_reader.Follower, "end", late)
     sink = Sink()
     assert logs.follow(HOST, str(run.path), out=sink) == 0
     assert lines(sink.text()) == ["hello", "late"]
