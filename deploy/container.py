@@ -14,7 +14,7 @@ from deploy.runtimes import compose
 from deploy.settings import HostSettings, RunSettings
 from deploy.sizes import size
 
-# What an image and its build take on the engine's disk, in bytes, rounded up; our code alone is next to nothing.
+# What an image and its build take on the engine's disk, in bytes and rounded up. Our code alone takes little.
 PACKAGES_BYTES = {"cpu": 4 * 10**9, "gpu": 16 * 10**9}
 CODE_BYTES = 100 * 10**6
 # A container that sees one of these instead of its own does not start.
@@ -180,7 +180,7 @@ def _upgrades(facts: Mapping[str, Any], host: HostSettings) -> Iterator[Check]:
             False,
             f"{host.name} upgrades packages by itself, and its Docker engine ends all containers when it is "
             "restarted: an upgrade at night would end the run (the unit at boot starts the next one)",
-            'set "live-restore": true in /etc/docker/daemon.json there, or keep the engine out of the upgrades',
+            'set "live-restore": true in /etc/docker/daemon.json there, or keep the engine from upgrades',
             True,
         )
 

@@ -213,7 +213,7 @@ def _clocks(facts: Mapping[str, Any], host: HostSettings) -> list[Check]:
         Check(
             "clocks",
             False,
-            f"the clock of {host.name} is {age(abs(apart))} {way} this machine's: times in logs will not agree",
+            f"the clock of {host.name} is {age(abs(apart))} {way} this machine's: times will not agree",
             "set both by NTP: timedatectl set-ntp true",
             True,
         )

@@ -397,8 +397,10 @@ def test_our_own_image_runs_the_trainer_from_a_release(
     made = here.release(f"{TRAINER}gpus: 0", tmp_path, reference=image)
     run = here.run(made)
     assert here.trial(made, run)[0] == 0
-    wrong = dataclasses.replace(run, command=[*run.command, "--device", "cuda:7"])
-    assert here.trial(made, wrong)[1].startswith("error: ")
+    wrong = dataclasses.replace(run, command=[*run.command, "--target-model", "/missing"])
+    code, said = here.trial(made, wrong)
+    assert code != 0
+    assert "/missing" in said
     directory = here.start(made, run)
     beat = until(lambda: directory.heartbeats().get(0))
     assert beat.phase in status.PHASES
