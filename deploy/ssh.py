@@ -8,9 +8,11 @@ its own. The master ends when we do, however we end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
+import random
 import re
 import selectors
 import shlex
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deploy import files as on_files
-from deploy import sshconfig, sshfailure
+from deploy import sshconfig, sshfailure, sshpipe
 from deploy.host import SCRIPT_FLAGS, HostError, Result, describe, failure, kill_group, logged
 from deploy.sshcommand import COMMAND, Process, Request, killing
 
@@ -37,7 +39,7 @@ CONNECT_TIMEOUT = 30.0  # seconds for a connection with all its jumps; ssh itsel
 BEGIN_TIMEOUT = 30.0  # seconds that a login may take to start a stream
 FILE_TIMEOUT = 300.0  # seconds for a file or a tree of them
 KILL_TIMEOUT = 5.0
-ATTEMPTS = 5  # at a connection that the server closes before its banner: too many at once (MaxStartups)
+PATIENCE = 15.0  # seconds with a server that closes before its greeting: too many at once (MaxStartups)
 REFUSED = b"session request failed"  # of a server whose MaxSessions are in use
 
 # Arguments: a directory, ssh's words. Becomes ssh; what stays beside it ends ssh, and removes the directory,
@@ -96,16 +98,16 @@ class Ssh:
             self._end_master()
             place = self._own_place()
             began = time.monotonic()
-            for attempt in range(ATTEMPTS):
+            for attempt in itertools.count():
                 master = _Master(place, [*self._ssh(place), "-v", "-N"], self._target, place.interactive)
                 errors = master.wait_connected(None if place.interactive else CONNECT_TIMEOUT)
                 if errors is None:
                     self._master = master
                     log.debug("%s: connected in %.2f s", self.name, time.monotonic() - began)
                     return
-                if attempt + 1 == ATTEMPTS or not sshfailure.is_busy(errors):
-                    raise HostError(sshfailure.explain(self.name, self.address, errors, CONNECT_TIMEOUT))
-                time.sleep(0.2 * 2**attempt)
+                if time.monotonic() - began > PATIENCE or not sshfailure.is_busy(errors):
+                    raise HostError(sshfailure.explain(self.name, self.address, errors))
+                time.sleep(random.uniform(0.1, 0.3) * 2 ** min(attempt, 3))  # not in step with others
 
     def lost(self) -> bool:
         return self._master is not None and not self._master.alive()
@@ -339,10 +341,9 @@ class Ssh:
     def rsync_shell(self) -> str:
         self.connect()
         place = self._own_place()
-        script = place.path / "rsh"
-        # The name that rsync gives is only good for its messages: we know whom we mean.
-        script.write_text(f'shift\nexec {shlex.join(self._own_words())} "$@"\n')
-        return f"sh {script}"
+        words = place.path / "rsync-words"
+        words.write_text(json.dumps([*self._own_words(), COMMAND]))
+        return shlex.join([sys.executable, "-I", "-S", sshpipe.__file__, str(words)])
 
     # -- files ---------------------------------------------------------------------------------------------
 
@@ -481,13 +482,15 @@ class _Talk:
         self.remote: Process | None = None
         self.start = 0  # where the command's own output begins in `out`
         self._data = memoryview(data)
+        self._close = False  # stdin, when all data is in
         self._open = {_pipe(pipe) for pipe in (process.stdin, process.stdout, process.stderr)}
         os.set_blocking(_pipe(process.stdin).fileno(), False)
 
     def to_its_end(self, deadline: float) -> None:
         """Feed it and read until it has ended. Raises TimeoutError at `deadline` (time.monotonic)."""
+        self._close = True
         while self._open:
-            self._step(deadline, 65536, close_input=True)
+            self._step(deadline, 65536, self._open)
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -495,39 +498,42 @@ class _Talk:
 
     def until_begun(self, deadline: float) -> None:
         """Go on until the command's own output begins, and not a byte further; or until the session ends."""
-        err_mark = f"\n{self.request.token}\n".encode()
-        while self.process.stdout in self._open and self.begun is None:
-            self._step(deadline, 1, close_input=False)
+        mark = f"\n{self.request.token}\n".encode()
+        stdin, stdout = _pipe(self.process.stdin), _pipe(self.process.stdout)
+        stderr = _pipe(self.process.stderr)
+        while True:
+            wanted = {stdin} if self._data else set()
+            wanted |= {stdout} if self.begun is None else set()
+            wanted |= {stderr} if mark not in self.err else set()
+            wanted &= self._open
+            if not wanted or (self.begun is None and stdout not in self._open):
+                break
+            self._step(deadline, 1, wanted)
         if self.begun is None:
             self.to_its_end(deadline)
-        while self.begun == "begun" and self.process.stderr in self._open and err_mark not in self.err:
-            self._step(deadline, 1, close_input=False)
 
     def read_for(self, seconds: float) -> None:
         """What is there to be read, without waiting longer than that."""
         with contextlib.suppress(TimeoutError):
             while self._open:
-                self._step(time.monotonic() + seconds, 65536, close_input=True)
+                self._step(time.monotonic() + seconds, 65536, self._open)
 
-    def _step(self, deadline: float, size: int, *, close_input: bool) -> None:
+    def _step(self, deadline: float, size: int, pipes: set[IO[bytes]]) -> None:
         stdin, stdout = _pipe(self.process.stdin), _pipe(self.process.stdout)
         with selectors.DefaultSelector() as selector:
-            for pipe in self._open:
-                if pipe is not stdin:
-                    selector.register(pipe, selectors.EVENT_READ)
-                elif self._data or close_input:
-                    selector.register(pipe, selectors.EVENT_WRITE)
+            for pipe in pipes:
+                selector.register(pipe, selectors.EVENT_WRITE if pipe is stdin else selectors.EVENT_READ)
             ready = selector.select(max(0.0, deadline - time.monotonic()))
         if not ready:
             raise TimeoutError
         for key, _ in ready:
             if key.fileobj is stdin:
-                self._feed(stdin, close_input)
+                self._feed(stdin)
             else:
                 pipe = stdout if key.fileobj is stdout else _pipe(self.process.stderr)
                 self._take(pipe, self.out if pipe is stdout else self.err, size)
 
-    def _feed(self, stdin: IO[bytes], close_input: bool) -> None:
+    def _feed(self, stdin: IO[bytes]) -> None:
         try:
             if self._data:
                 self._data = self._data[os.write(stdin.fileno(), self._data[:65536]) :]
@@ -535,7 +541,7 @@ class _Talk:
             return
         except OSError:  # it reads no more
             self._data = self._data[:0]
-        if not self._data and close_input:
+        if not self._data and self._close:
             self._open.discard(stdin)
             with contextlib.suppress(OSError):
                 stdin.close()

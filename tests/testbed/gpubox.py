@@ -43,7 +43,8 @@ class GpuBox:
         self.directory = Path()
         self.address = ""
         self.number = -1
-        self.link: Link | None = None
+        self.link: Link | None = None  # slow-box's
+        self.users: dict[str, int] = {}
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -99,7 +100,7 @@ class GpuBox:
         }
 
     def project(self, path: Path, **changes: Any) -> Path:
-        """A directory to run `fab` in: the fabfile and recipes of this checkout, and a fabric.yaml with the box.
+        """A directory to run `fab` in: this checkout's fabfile and recipes, and a fabric.yaml with the box.
 
         `changes` are settings of gpu-box. gpu-box-jump and slow-box have entries with the same settings.
         """
@@ -154,6 +155,38 @@ class GpuBox:
         """The processes that run in it."""
         return _pids(self.number)
 
+    def alias(self, name: str, **options: Any) -> str:
+        """Give the client one more `Host`: gpu-box with other `options` of ssh_config. Returns its name."""
+        self._host(name, {"HostName": self.address, "User": "root", "IdentityFile": self.identity, **options})
+        return name
+
+    def key(self, name: str, *, passphrase: str = "", allowed: str | None = None) -> Path:
+        """A new key of the client's, with which the user `allowed` there lets it in."""
+        path = self.ssh_config.parent / name
+        run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-C", name, "-f", path])
+        if allowed:
+            with open(self.directory / "keys" / allowed, "a") as keys:
+                keys.write(path.with_suffix(".pub").read_text())
+        return path
+
+    def user(self, name: str, shell: str) -> str:
+        """A new user there with a home, who is let in with the client's key. Returns the name."""
+        if name not in self.users:
+            self.users[name] = number = 20001 + len(self.users)
+            home = self.directory / "home" / name
+            home.mkdir()
+            os.chown(home, number, number)
+            (self.directory / "keys" / name).write_text(self.identity.with_suffix(".pub").read_text())
+            lines = {
+                "passwd": f"{name}:x:{number}:{number}::/home/{name}:{shell}\n",
+                "group": f"{name}:x:{number}:\n",
+                "shadow": f"{name}:*:20000:0:99999:7:::\n",
+            }
+            for file, line in lines.items():
+                with open(self.directory / "etc" / file, "a") as users:
+                    users.write(line)
+        return name
+
     def run(self, *words: str | Path, user: str = "root", **options: Any) -> str:
         """Run `words` there by plain ssh, for tests that look at it; their output."""
         command = " ".join(shlex.quote(str(word)) for word in words)
@@ -180,19 +213,11 @@ class GpuBox:
         for key in (self.identity, self.directory / "keys" / "host"):
             run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "drafthouse-testbed", "-f", key])
         allowed = self.identity.with_suffix(".pub").read_text()
-        lines = {name: Path("/etc", name).read_text() for name in ("passwd", "group", "shadow")}
         (self.directory / "keys" / "root").write_text(allowed)
-        for number, (name, shell) in enumerate(USERS.items(), 20001):
-            home = self.directory / "home" / name
-            home.mkdir()
-            os.chown(home, number, number)
-            (self.directory / "keys" / name).write_text(allowed)
-            lines["passwd"] += f"{name}:x:{number}:{number}::/home/{name}:{shell}\n"
-            lines["group"] += f"{name}:x:{number}:\n"
-            lines["shadow"] += f"{name}:*:20000:0:99999:7:::\n"
-        for name, text in lines.items():
-            (self.directory / "etc" / name).write_text(text)
-        (self.directory / "etc" / "shadow").chmod(0o600)
+        for name in ("passwd", "group", "shadow"):
+            shutil.copy(f"/etc/{name}", self.directory / "etc")
+        for name, shell in USERS.items():
+            self.user(name, shell)
         server = [
             "Port 22",
             f"ListenAddress {self.address}:22",
@@ -260,24 +285,22 @@ class GpuBox:
         names = [self.address, f"[{self.address}]:{OTHER_PORT}"]
         names += [f"[127.0.0.1]:{INNER_PORT}", f"[127.0.0.1]:{slow_port}"]
         self.known_hosts.write_text("".join(f"{name} {kind} {key}\n" for name in names))
-        common = [
-            "User root",
-            f"IdentityFile {self.identity}",
-            "IdentitiesOnly yes",
-            "IdentityAgent none",
-            f"UserKnownHostsFile {self.known_hosts}",
-            "GlobalKnownHostsFile /dev/null",
-        ]
-        hosts = {
-            ALIAS: [f"HostName {self.address}"],
-            f"{ALIAS}-port": [f"HostName {self.address}", f"Port {OTHER_PORT}"],
-            JUMP: ["HostName 127.0.0.1", f"Port {INNER_PORT}", f"ProxyJump {ALIAS}"],
-            SLOW: ["HostName 127.0.0.1", f"Port {slow_port}"],
-        }
-        for name, lines in hosts.items():  # by Include, as people with many hosts have it
-            text = f"Host {name}\n" + "".join(f"  {line}\n" for line in [*lines, *common])
-            (self.ssh_config.parent / "hosts.d" / name).write_text(text)
+        self.alias(ALIAS)
+        self.alias(f"{ALIAS}-port", Port=OTHER_PORT)
+        self.alias(JUMP, HostName="127.0.0.1", Port=INNER_PORT, ProxyJump=ALIAS)
+        self.alias(SLOW, HostName="127.0.0.1", Port=slow_port)
         self.ssh_config.write_text(f"Include {self.ssh_config.parent}/hosts.d/*\n")
+
+    def _host(self, name: str, options: Mapping[str, Any]) -> None:
+        """By Include, as people with many hosts have it."""
+        defaults = {
+            "IdentitiesOnly": "yes",
+            "IdentityAgent": "none",
+            "UserKnownHostsFile": self.known_hosts,
+            "GlobalKnownHostsFile": "/dev/null",
+        }
+        lines = [f"  {key} {value}\n" for key, value in {**defaults, **options}.items()]
+        (self.ssh_config.parent / "hosts.d" / name).write_text(f"Host {name}\n" + "".join(lines))
 
 
 def _take_number() -> tuple[int, int]:
