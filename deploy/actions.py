@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy import again, execute, lock, onhost, overview, plan, release, settings, survey
+from deploy import again, execute, lock, onhost, overview, plan, release, secrets, settings, survey
 from deploy import prune as pruning
 from deploy import pull as fetching
 from deploy.errors import USAGE, DeployError, either, nearest
@@ -80,7 +80,7 @@ def plan_deploy(
     found = survey.take(goal.project, goal.host, goal.settings, run, facts, progress)
     new = plan.make_release(found, goal.settings, run)
     old = plan.release_before(found)
-    before = release.deployed(goal.host, found.layout, old) if old else None
+    before = release.deployed(goal.host, found.layout, old) if old and old != new.id else None
     made = plan.make(
         task,
         found,
@@ -110,7 +110,9 @@ def plan_deploy(
         goal.project.root,
         run.first_heartbeat_timeout_seconds,
         run.command is None,
-        **({"rollback": back[1]} if back else {}),
+        image=found.image,
+        rollback=back[1] if back else None,
+        checkpoint_timeout_seconds=run.checkpoint_timeout_seconds,
     )
     return made, work
 
@@ -187,6 +189,9 @@ def _secret_sources(
             f"the secrets of release {release_id} of {run.name} ({', '.join(missing)}) are on "
             f"{goal.settings.name} no more; fab {'restart' if live else 'deploy'} reads them again"
         )
+    problems = secrets.problems(given, goal.project.root)
+    if problems:
+        raise DeployError("\n".join(problems))
     return given
 
 
