@@ -6,15 +6,30 @@ Standard library only, Python >= 3.9.
 
     python3 <directory of this tool> SPEC.json [--attached]
 
-The specification (see `deploy.switch.start`; ``-`` reads it from stdin) says which run to stop and what to
-start. One JSON object comes on stdout, {"accepted": bool, "message": str, "record": path}, once the job has
-the lock and nothing more can refuse it.
+One JSON object comes on stdout, {"accepted": bool, "message": str, "record": path}, once the job has the lock
+and nothing more can refuse it. The specification (``-``: from stdin) says which run to stop and what to
+start:
+
+===============================  ==========================================================================
+state_root, name, by             whose switch it is
+old_run_path                     the run to stop, or null; ``grace_seconds``, ``checkpoint_timeout_seconds``
+start                            null: stop only; else what to start, see below
+run_path, release_id             the new run's directory, with its run.json, and its release
+first_heartbeat_timeout_seconds  from the start to the first line, and again to the first heartbeat
+heartbeats                       false for a command that sends none
+wait_first_step                  true: watch until the first step (``first_step_timeout_seconds``)
+rollback                         {release_id, start, run}: what to start again, as the next run, if the new
+                                 one dies before its first step; from the boot.json of the run that was
+record                           the file that tells what was done
+===============================  ==========================================================================
+
+``start`` is {argv, environment, working_directory}: launch itself or, with ``container`` {project, service,
+image}, a command that makes a container and ends. ``user`` [uid, gid] is whom a restored run belongs to,
+``devices`` (indices or UUIDs) have to be free before anything is started.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -26,7 +41,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from deploy import engine, files, procfs
+from deploy import engine, files, new_run, procfs
+from deploy.errors import DeployError
 from deploy.switch_steps import Failed, Switch, wait
 from trainer import status
 
@@ -225,7 +241,7 @@ def roll_back(switch: Switch, record: Record) -> str:
         again = Switch(inner, Lock(lock).release)
         again.restores = switch.links
         told["outcome"] = perform(again, own)
-    except (Refused, OSError, ValueError, KeyError, TypeError) as error:
+    except (Refused, DeployError, OSError, ValueError, KeyError, TypeError) as error:
         words = f"release {plan.get('release_id')} was not started again: {error}"
     else:
         words = f"release {plan['release_id']} runs again as {os.path.basename(run_path)}"
@@ -236,36 +252,37 @@ def roll_back(switch: Switch, record: Record) -> str:
 
 
 def restore(spec: dict[str, Any], plan: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Make the run that is to be started again: its directory, and its start with the new run's paths."""
-    before = dict(plan["run"])
-    runs = Path(spec["state_root"]) / "runs"
-    run = status.allocate_run(runs, spec["name"])
-    changes = {str(runs / before["run_id"]): str(run.path), before["run_id"]: run.path.name}
-    whole = moved(before, changes)
-    fields = {item.name for item in dataclasses.fields(status.Run)}
-    whole = {key: value for key, value in whole.items() if key in fields}
-    whole.update(created=time.time(), who=f"rollback of {spec['by']}")
-    user = plan["start"].get("user")
+    """Make the run that starts the release before again; its directory, and its start with its own paths.
+
+    Raises DeployError or OSError if it cannot be made.
+    """
+    before, start = plan["run"], plan["start"]
+    old = status.RunDir(Path(spec["state_root"]) / "runs" / before["run_id"])
+    secrets = None
     if before.get("secrets_file"):
-        with open(before["secrets_file"], "rb") as file:
-            data = file.read()
-        descriptor = os.open(whole["secrets_file"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        info = os.stat(before["secrets_file"])
-        with contextlib.suppress(PermissionError):
-            os.chown(whole["secrets_file"], info.st_uid, info.st_gid)
-    status.write_json(run.path / "run.json", whole, durable=True)
-    if user:
-        os.chown(run.path, int(user[0]), int(user[1]))
-    return str(run.path), moved(plan["start"], changes)
+        with open(before["secrets_file"], encoding="utf-8", errors="surrogateescape", newline="") as file:
+            secrets = file.read()
+    who = {"who": f"rollback of {spec['by']}", "origin": os.uname().nodename}
+    made = new_run.make(spec["state_root"], {**before, **who}, secrets, owner=start.get("user"))
+    run, path = made["run"], made["path"]
+    changes = {str(old.path): path, before["run_id"]: run["run_id"]}
+    if before.get("secrets_file"):
+        changes[before["secrets_file"]] = run["secrets_file"]
+    if run.get("working_directory"):
+        run["working_directory"] = moved(run["working_directory"], changes)
+        status.write_json(Path(path) / "run.json", run, durable=True)
+    boot = status.read_json(old.path / "boot.json")
+    if isinstance(boot, dict):  # so that it also starts again with the machine
+        status.write_json(Path(path) / "boot.json", {**moved(boot, changes), "run": run}, mode=0o600)
+    return path, moved(start, changes)
 
 
 def moved(value: Any, changes: dict[str, str]) -> Any:
-    """A JSON value with all of `changes` made in its texts, in their order."""
+    """A JSON value in which what names a thing of the old run, or a file below it, names the new one's."""
     if isinstance(value, str):
         for old, new in changes.items():
-            value = value.replace(old, new)
+            if value == old or value.startswith(old + "/"):
+                return new + value[len(old) :]
         return value
     if isinstance(value, list):
         return [moved(item, changes) for item in value]

@@ -91,6 +91,9 @@ def test_a_run_that_is_only_slow_goes_on_and_is_not_rolled_back(place, old):
 @pytest.mark.parametrize("command", [DIES, BEATS_THEN_DIES], ids=["at once", "after its first heartbeat"])
 def test_a_run_that_dies_before_its_first_step_gives_way_to_the_release_before(place, old, command):
     new = place.run_dir(command)
+    kept = {"schema": 1, "run": before(place, old)["run"], "weights": None}
+    kept["spec"] = {"run_path": str(old.path), "start": before(place, old)["start"]}
+    status.write_json(old.path / "boot.json", kept, mode=0o600)
     outcome = back(place, new, old)
     assert outcome.word == "failed"
     assert outcomes(outcome)["rollback"] == "ok", outcome
@@ -111,6 +114,12 @@ def test_a_run_that_dies_before_its_first_step_gives_way_to_the_release_before(p
     assert os.readlink(names / "previous") == "releases/999999999999"
     assert switch.watch(HOST, str(restored.path), lambda step: None).word == "done"
     until(lambda: steps(restored))
+    # It is also what starts again with the machine.
+    again = json.loads((restored.path / "boot.json").read_text())
+    assert again["run"]["run_id"] == "0003-demo"
+    assert again["spec"]["run_path"] == str(restored.path)
+    assert str(old.path) not in json.dumps(again)
+    assert (restored.path / "boot.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_the_restored_run_gets_its_secrets_again(place, old, tmp_path):
