@@ -107,7 +107,7 @@ class GpuBox:
         import yaml
 
         path.mkdir(parents=True, exist_ok=True)
-        (path / "fabfile.py").symlink_to(CHECKOUT / "fabfile.py")
+        shutil.copy(CHECKOUT / "fabfile.py", path)  # a link would be followed, and mean the checkout
         shutil.copytree(CHECKOUT / "runs", path / "runs")
         hosts = {name: self.settings(**{**changes, "address": name}) for name in (ALIAS, JUMP, SLOW)}
         top = {"tasks": {"executor_class": "deploy.executor.Parallel"}, "drafthouse": {"hosts": hosts}}
