@@ -70,7 +70,8 @@ def run_of(
         secrets=sorted(settings.secrets),
         run_file=plan.run_file,
         changes=dict(plan.changes),
-        working_directory=cwd,
+        # In a container this machine's directories do not exist.
+        working_directory=settings.working_directory if plan.image else cwd,
         grace_seconds=settings.grace_seconds,
         restart_attempts=settings.restart.attempts,
         restart_minutes=settings.restart.minutes,

@@ -55,6 +55,7 @@ class Plan:
     release: str | None = None
     release_before: str | None = None
     release_is_there: bool = False
+    damaged: tuple[str, ...] = ()  # files of it on the host that are not as they were deployed
     differences: tuple[str, ...] = ()
     changes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     command: tuple[str, ...] = ()
@@ -152,6 +153,11 @@ def _text(plan: Plan) -> list[str]:
 
 def _release(plan: Plan) -> str:
     state = "on the host already" if plan.release_is_there else "new"
+    if plan.damaged:
+        more = f" and {len(plan.damaged) - 1} more" if len(plan.damaged) > 1 else ""
+        state = f"damaged on the host ({plan.damaged[0]}{more}): moved aside, and written anew"
+    if plan.release == plan.release_before and plan.damaged:
+        return f"{plan.release}, {state}"
     if plan.release == plan.release_before:
         return f"{plan.release}, unchanged"
     if plan.release_before is None:
@@ -353,6 +359,7 @@ def make(
         release=new.id,
         release_before=old,
         release_is_there=new.id in facts["names"].get(run.name, {}).get("releases", []),
+        damaged=() if unchanged else tuple(release.changed(facts, run.name, new.id)),
         differences=tuple(differences),
         changes=dict(recipe.changes),
         command=new.command,

@@ -288,6 +288,8 @@ for mode, paths in ((os.W_OK | os.X_OK, asked["written"]), (os.R_OK, asked["read
             sys.exit("error: %s cannot be %s by %s; give it to that user, or set user:" % (path, verb, who))
 environment = {**os.environ, **asked["environment"]}
 command = asked["command"]
+if asked["directory"] and not os.path.isdir(asked["directory"]):
+    sys.exit("error: the working directory %s does not exist in the container" % asked["directory"])
 if shutil.which(command[0], path=environment.get("PATH")) is None:
     sys.exit("error: there is no program %s in the image" % command[0])
 if asked["check"]:
@@ -315,6 +317,7 @@ def trial(
         "read": [SECRETS] if run.secrets_file else [],
         "environment": run.environment,
         "command": run.command,
+        "directory": run.working_directory,
         "check": ours,
     }
     interpreter = run.command[0] if ours else "python3"
@@ -345,10 +348,8 @@ def _compose(facts: Mapping[str, Any], release_path: str) -> list[str]:
 
 
 def _numbers(user: str | None, facts: Mapping[str, Any]) -> list[int] | None:
-    if user is None or facts["engine"].get("rootless"):
-        return None
-    numbers = [int(part) for part in user.split(":")]
-    return None if numbers == [facts["uid"], facts.get("gid", facts["uid"])] else numbers
+    """Whom the run's directories are given to; only root can give any away."""
+    return [int(part) for part in user.split(":")] if user is not None and facts["uid"] == 0 else None
 
 
 def _bind(source: str, target: str, *, read_only: bool = False) -> dict[str, Any]:

@@ -43,6 +43,8 @@ def start_spec(
         "DRAFTHOUSE_STATE": facts["state"]["root"],
         "DRAFTHOUSE_SHM": facts["shm"]["root"],
     }
+    if run.devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.devices))
     return {"argv": argv, "environment": environment, "working_directory": run_path}
 
 

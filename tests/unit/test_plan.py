@@ -495,3 +495,15 @@ def test_what_a_plan_was_made_for_is_noticed_when_it_no_longer_holds(later: dict
         facts(runs=[run(), run("0009-exp")], names={"demo": {"current": OLD}}), "demo"
     )
     assert plan.seen(later, "demo") != plan.seen(now, "demo")
+
+
+def test_a_half_rendered_release_on_the_host_is_named_and_written_anew(tmp_path: Path) -> None:
+    old = release_of(survey(), tmp_path)
+    names = {
+        "demo": {"current": old.id, "releases": [old.id], "changed": {old.id: ["release.json", "run.env"]}}
+    }
+    made = planned(survey(facts(names=names)), tmp_path)
+    assert (
+        f"  release   {old.id}, damaged on the host (release.json and 1 more): moved aside, and written anew\n"
+        in str(made)
+    )

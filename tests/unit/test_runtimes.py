@@ -16,7 +16,7 @@ from deploy import CHECKOUT, runtimes
 from deploy.errors import DeployError
 from deploy.image import Image
 from deploy.release import Layout
-from deploy.runtimes import compose
+from deploy.runtimes import compose, process
 from deploy.settings import HostSettings
 from trainer import status
 
@@ -176,7 +176,9 @@ def test_the_switch_is_told_all_that_it_needs_for_a_container() -> None:
     }
 
 
-def test_who_deploys_for_himself_has_nothing_to_give_away() -> None:
+def test_root_gives_the_runs_directories_to_the_containers_user_and_others_have_none_to_give() -> None:
+    root = status.Run("0008-demo", "demo", ["a"], user="0:0")
+    assert compose.start_spec(root, {**engine(), "uid": 0}, LAYOUT, "/r", "/runs/x")["user"] == [0, 0]
     own = status.Run("0008-demo", "demo", ["a"], user="1000:100")
     found = {**engine(), "uid": 1000, "gid": 100}
     assert compose.start_spec(own, found, LAYOUT, "/r", "/runs/x")["user"] is None
@@ -201,3 +203,14 @@ def test_the_trial_is_the_releases_own_service_with_the_new_run_in_its_place() -
     asked = json.loads(service["command"][3])
     assert (asked["command"], asked["environment"], asked["check"]) == (MADE.command, MADE.environment, True)
     assert asked["written"] == ["/run/drafthouse", "/state/names/demo/checkpoints", "/state/names/demo/cache"]
+
+
+def test_a_plain_process_sees_the_devices_that_it_was_given_and_all_without_a_word() -> None:
+    given = facts()
+
+    def seen(devices: list | None) -> str | None:
+        made = status.Run("0008-demo", "demo", ["a"], devices=devices)
+        start = process.start_spec(made, given, "/r", run_path="/runs/x", python="python")
+        return start["environment"].get("CUDA_VISIBLE_DEVICES")
+
+    assert (seen(None), seen([]), seen(["0", "2"])) == (None, "", "0,2")
