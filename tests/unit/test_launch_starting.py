@@ -131,3 +131,12 @@ def test_a_missing_program_is_not_found_also_where_path_has_a_place_that_is_clos
     refused = starting._why(PermissionError(13, "Permission denied"), "nope", "./nope", {b"PATH": b"/none"})
     assert refused.code == 127
     assert "was not found" in str(refused)
+
+
+def test_in_a_container_the_secrets_are_read_where_they_are_mounted(tmp_path, monkeypatch):
+    run = secrets(tmp_path, b"A=1\n", names=["A"])
+    mounted = tmp_path / "mounted"
+    (tmp_path / "secrets").rename(mounted)
+    monkeypatch.setenv("DRAFTHOUSE_SECRETS_FILE", str(mounted))
+    assert read_secrets(run) == {b"A": b"1"}
+    assert read_secrets(dataclasses.replace(run, secrets=[], secrets_file=None)) == {}, "this run has none"

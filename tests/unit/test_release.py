@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import APP, PYTHON, STATE, recipe
 
 from deploy import release
 from deploy.host import Local
+from deploy.image import Image
 from deploy.release import Layout, Release
+from deploy.runtimes import compose
 
 DEMO = "weights: toy\ntrainer: {max-steps: 600, lr: 6e-4}\nenvironment: {LEVEL: info}\nsecrets: {KEY: env}\n"
 LAYOUT = Layout(STATE, "/dev/shm/drafthouse", "demo")
@@ -222,3 +226,95 @@ def test_git_is_named_with_its_uncommitted_changes_and_missing_outside_a_checkou
     assert (len(state["commit"]), state["dirty"]) == (40, False)
     (tmp_path / "a").write_text("2")
     assert release.git_state(tmp_path) == {**state, "dirty": True}
+
+
+# -- containers --------------------------------------------------------------------------------------------
+
+OURS = Image("drafthouse:0123456789ab", "0123" * 16, "drafthouse:packages-1", APP, {"VARIANT": "cpu"})
+USED = compose.Used("my/image:1.4")
+FOREIGN = "command: [train, --lr, 'a b']\nimage: {use: my/image:1.4}\n"
+
+
+def contained(text: str, path: Path, image: object = OURS, **named: object) -> Release:
+    values = {"runtime": "compose", "python": "python", "user": "10001:10001", "devices": [], "image": image}
+    return built(text, path, **{**values, **named})
+
+
+def test_a_release_of_a_container_has_what_starts_it_and_no_code_that_is_in_the_image(tmp_path: Path) -> None:
+    made = contained(DEMO, tmp_path, unit="[Unit]\n")
+    assert sorted(made.files) == [
+        "command.json",
+        "compose.yaml",
+        "drafthouse-demo.service",
+        "image.json",
+        "launch.sh",
+        "run.env",
+        "run.yaml",
+    ]
+    assert b'image: "drafthouse:0123456789ab"\n' in made.files["compose.yaml"]
+    assert made.command[:4] == ("python", "-u", "-m", "trainer")
+    assert (
+        "image: drafthouse:0123456789ab\nuser: 10001:10001\ndevices: []\n" in made.files["run.yaml"].decode()
+    )
+
+
+def test_in_an_image_of_ones_own_launch_comes_from_the_release(tmp_path: Path) -> None:
+    made = contained(FOREIGN, tmp_path, USED, weights=None, data=None)
+    assert {"app/trainer/launch.py", "app/trainer/keeper.py", "compose.yaml"} <= set(made.files)
+    assert "app/trainer/loss.py" not in made.files
+    service = yaml.safe_load(made.files["compose.yaml"])["services"]["trainer"]
+    assert {"source": "./app", "target": "/opt/drafthouse"}.items() <= service["volumes"][-1].items()
+    assert service["environment"]["PYTHONPATH"] == "/opt/drafthouse"
+    assert service["command"][0] == "python3", "which most images have"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"image": dataclasses.replace(OURS, reference="drafthouse:other")},
+        {"user": "1000:1000"},
+        {"devices": ["1"]},
+        {"unit": "[Unit]\nX=1\n"},
+        {"devices": ["1"], "device_files": ["/dev/nvidia1"]},
+    ],
+)
+def test_whatever_a_container_would_notice_makes_another_release(changes: dict, tmp_path: Path) -> None:
+    assert contained(DEMO, tmp_path, **changes).id != contained(DEMO, tmp_path).id
+
+
+def test_the_same_settings_give_the_same_container_for_every_run(tmp_path: Path) -> None:
+    made = contained(DEMO, tmp_path)
+    assert contained(DEMO, tmp_path).id == made.id
+    assert b"0007" not in b"".join(made.files.values())
+
+
+def test_code_that_is_in_the_image_is_compared_file_by_file(tmp_path: Path) -> None:
+    old = contained(DEMO, tmp_path)
+    files = {**APP, "trainer/loss.py": b"loss = 2\n", "runs/new.yaml": b""}
+    new = contained(DEMO, tmp_path, image=dataclasses.replace(OURS, reference="drafthouse:ffff", files=files))
+    assert release.differences(old.files, old.digests, new) == [
+        "image: drafthouse:0123456789ab → drafthouse:ffff",
+        "runs/new.yaml: new",
+        "trainer/loss.py: changed",
+    ]
+
+
+def test_from_a_process_to_a_container_the_code_is_no_difference(tmp_path: Path) -> None:
+    old, new = built(DEMO, tmp_path), contained(DEMO, tmp_path)
+    found = release.differences(old.files, old.digests, new)
+    assert not [line for line in found if line.startswith("trainer/")]
+    assert "runtime: process → compose" in found
+
+
+def test_limits_are_in_the_file_and_in_what_people_compare(tmp_path: Path) -> None:
+    made = contained(f"{DEMO}memory: 8g\nshm_size: 2g\n", tmp_path)
+    service = yaml.safe_load(made.files["compose.yaml"])["services"]["trainer"]
+    assert (service["mem_limit"], service["shm_size"]) == (8 << 30, 2 << 30)
+    assert b"memory: 8g\nshm_size: 2g\n" in made.files["run.yaml"]
+
+
+def test_a_secret_in_the_environment_is_not_shown_as_a_difference(tmp_path: Path) -> None:
+    old, new = (built(f"command: [a]\nenvironment: {{API_KEY: {word}}}", tmp_path) for word in ("one", "two"))
+    assert release.differences(old.files, old.digests, new) == [
+        "environment.API_KEY: *** → *** (another value)"
+    ]
