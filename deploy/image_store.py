@@ -203,7 +203,8 @@ class Said:
             if line.strip():
                 self.last = line.strip()
         elif rest.startswith("["):
-            step = _short(rest.replace("[image ", "[", 1))  # Compose names its service
+            # Compose puts its service's name first.
+            step = _short(rest.removeprefix("[image] ").replace("[image ", "[", 1))
             if number not in self._steps and not step.startswith("[internal]"):
                 self.step = step
                 self._new.append(step)

@@ -140,6 +140,7 @@ time="2026-11-29T10:00:00Z" level=warning msg="a warning of Compose's"
 #1 DONE 0.0s
 #5 [image base 1/3] FROM docker.io/library/python:3.11-slim-bookworm
 #5 CACHED
+#7 [image] exporting to image
 #6 [image base 2/3] RUN set -eu;   packages="";   command -v tini
 #6 0.241 Reading package lists...
 #6 0.551 E: Unable to locate package tini
@@ -165,6 +166,7 @@ def test_a_build_tells_each_step_once_and_none_of_the_builders_own() -> None:
     said.read(io.BytesIO(BUILDKIT.encode()))
     assert said.steps() == [
         "[base 1/3] FROM docker.io/library/python:3.11-slim-bookworm",
+        "exporting to image",
         '[base 2/3] RUN set -eu; packages=""; command -v tini',
     ]
     assert said.steps() == []
