@@ -96,6 +96,8 @@ class Ssh:
             if self._master is not None and self._master.alive():
                 return
             self._end_master()
+            if shutil.which("ssh") is None:
+                raise HostError(f"{self.name}: {sshfailure.NO_CLIENT}")
             place = self._own_place()
             began = time.monotonic()
             for attempt in itertools.count():
@@ -105,7 +107,7 @@ class Ssh:
                     self._master = master
                     log.debug("%s: connected in %.2f s", self.name, time.monotonic() - began)
                     return
-                if time.monotonic() - began > PATIENCE or not sshfailure.is_busy(errors):
+                if not self._patient(began) or not sshfailure.is_busy(errors):
                     raise HostError(sshfailure.explain(self.name, self.address, errors))
                 time.sleep(random.uniform(0.1, 0.3) * 2 ** min(attempt, 3))  # not in step with others
 
@@ -171,20 +173,31 @@ class Ssh:
     def _run(
         self, argv: Sequence[str], timeout: float, env: Mapping[str, str] | None, input: bytes | None
     ) -> Result:
-        self.connect()
-        talk = self._talk(argv, env, input or b"")
-        for again in (True, False):
+        shared: bool | None = True
+        began = time.monotonic()
+        while shared is not None:
+            self.connect()
+            talk = self._talk(argv, env, input or b"", shared=shared)
             self._to_its_end(talk, argv, timeout)
-            if talk.begun is not None or not again:
-                break
-            if REFUSED in talk.err:  # all sessions that the server allows are in use
-                talk = self._talk(argv, env, input or b"", shared=False)
-            elif self._connection_ended(talk):  # it had been lost before: nothing was started
-                self.connect()
-                talk = self._talk(argv, env, input or b"")
-            else:
-                break
+            shared = self._another_way(talk, began)
         return self._result(talk, argv)
+
+    def _another_way(self, talk: _Talk, began: float) -> bool | None:
+        """Whether to try a command that did not begin again, and if so by the shared connection or not."""
+        if talk.begun is not None:
+            return None
+        if talk.shared:
+            if REFUSED in talk.err:  # all sessions that the server allows are in use
+                return False
+            return True if self._connection_ended(talk) and self._patient(began) else None
+        if sshfailure.is_busy(talk.err.decode(errors="replace")) and self._patient(began):
+            time.sleep(random.uniform(0.2, 1))
+            return False
+        return None
+
+    @staticmethod
+    def _patient(began: float) -> bool:
+        return time.monotonic() - began < PATIENCE
 
     def _to_its_end(self, talk: _Talk, argv: Sequence[str], timeout: float) -> None:
         try:
@@ -214,30 +227,20 @@ class Ssh:
             data = request.encode() + input
         except ValueError as error:  # a NUL byte, or a variable's name with '=' in it
             raise HostError(f"{self.name}: {argv[0]} cannot be started: {error}") from None
-        try:
-            process = subprocess.Popen(
-                [*(self._shared_words() if shared else self._own_words()), COMMAND],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # no Ctrl-C of the terminal
-            )
-        except FileNotFoundError:
-            raise HostError(sshfailure.NO_CLIENT) from None
+        process = subprocess.Popen(
+            [*(self._shared_words() if shared else self._own_words()), COMMAND],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # no Ctrl-C of the terminal
+        )
         return _Talk(request, data, process, shared)
 
     def _result(self, talk: _Talk, argv: Sequence[str]) -> Result:
         code = talk.process.returncode
         code = code if code >= 0 else 128 - code
         if talk.begun is None:
-            if self._connection_ended(talk):
-                raise LostError(f"{self.name}: the connection was lost before {argv[0]} began{self._why()}")
-            why = talk.err.decode(errors="replace").strip() or talk.out.decode(errors="replace").strip()
-            last = f": {why.splitlines()[-1].strip()}" if why else ""
-            raise HostError(
-                f"{self.name}: the login there does not run commands (exit code {code}{last}); "
-                f"give its user a shell (chsh), or name another user in fabric.yaml"
-            )
+            raise HostError(self._not_begun(talk, argv, code))
         err, own = talk.request.errors(bytes(talk.err))
         out = bytes(talk.out[talk.start :])
         if talk.begun == "missing":
@@ -252,6 +255,19 @@ class Ssh:
                 raise LostError(f"{self.name}: the connection was lost while {argv[0]} ran{why}; {rest}")
             raise HostError(f"{self.name}: {argv[0]} ended without an exit code: its shell there was killed")
         return Result(code, out, err)
+
+    def _not_begun(self, talk: _Talk, argv: Sequence[str], code: int) -> str:
+        err = talk.err.decode(errors="replace")
+        if not talk.shared and code == 255:
+            return sshfailure.explain(self.name, self.address, err)
+        if talk.shared and self._connection_ended(talk):
+            return f"{self.name}: the connection was lost before {argv[0]} began{self._why()}; try again"
+        said = (err.strip() or talk.out.decode(errors="replace").strip()).splitlines()
+        last = f": {said[-1].strip()}" if said else ""
+        return (
+            f"{self.name}: the login there does not run commands (exit code {code}{last}); "
+            "give its user a shell (chsh), or name another user in fabric.yaml"
+        )
 
     def _no_python(self) -> str:
         return (
@@ -271,8 +287,8 @@ class Ssh:
 
     def _give_up(self, talk: _Talk) -> bool:
         """Kill a command there and our end of it. Whether nothing of it is left."""
-        with contextlib.suppress(OSError):
-            talk.read_for(0)
+        with contextlib.suppress(OSError, TimeoutError):
+            talk.until_known(time.monotonic() + 0.2)
         kill_group(talk.process)
         return talk.begun in ("missing", "denied") or self._kill(talk.remote)
 
@@ -297,7 +313,6 @@ class Ssh:
         self, argv: Sequence[str], env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         log.debug("%s: open %s", self.name, describe(argv, env, None))
-        self.connect()
         if self._stream is not None and self._stream.poll() is None:
             return self._open(argv, env, shared=False)
         process = self._open(argv, env, shared=True)
@@ -306,13 +321,28 @@ class Ssh:
 
     def bulk(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         log.debug("%s: open %s over a connection of its own", self.name, describe(argv, env, None))
-        self.connect()
         return self._open(argv, env, shared=False)
 
     def _open(
         self, argv: Sequence[str], env: Mapping[str, str] | None, *, shared: bool
     ) -> subprocess.Popen[bytes]:
-        talk = self._talk(argv, env, shared=shared)
+        way: bool | None = shared
+        began = time.monotonic()
+        while way is not None:
+            self.connect()
+            talk = self._talk(argv, env, shared=way)
+            self._until_begun(talk, argv)
+            if talk.begun == "begun":
+                return talk.process
+            kill_group(talk.process)
+            way = self._another_way(talk, began)
+        result = self._result(talk, argv)  # raises if the command did not begin
+        if result.code == 127 and argv[0] == self.python:
+            raise HostError(self._no_python())
+        why = "No such file or directory" if result.code == 127 else "Permission denied"
+        raise HostError(f"{self.name}: cannot start {argv[0]}: {why}")
+
+    def _until_begun(self, talk: _Talk, argv: Sequence[str]) -> None:
         try:
             talk.until_begun(time.monotonic() + BEGIN_TIMEOUT)
         except TimeoutError:
@@ -324,19 +354,6 @@ class Ssh:
         except BaseException:
             kill_group(talk.process)
             raise
-        if talk.begun == "begun":
-            os.set_blocking(_pipe(talk.process.stdin).fileno(), True)
-            return talk.process
-        kill_group(talk.process)
-        if talk.begun is None and REFUSED in talk.err:
-            return self._open(argv, env, shared=False)
-        result = self._result(talk, argv)  # raises if the command did not begin
-        if result.code == 127 and argv[0] == self.python:
-            raise HostError(self._no_python())
-        why = {127: "No such file or directory", 126: "Permission denied"}.get(
-            result.code, "it ended at once"
-        )
-        raise HostError(f"{self.name}: cannot start {argv[0]}: {why}")
 
     def rsync_shell(self) -> str:
         self.connect()
@@ -403,17 +420,14 @@ class _Master:
         self.socket = str(place.path / f"s{time.monotonic_ns() % 10**9}")
         share = ["-M", "-S", self.socket, "-o", "ControlPersist=no"]
         self._lines: deque[str] = deque(maxlen=400)
-        try:
-            self._process = subprocess.Popen(
-                ["sh", "-c", _WATCHED, "drafthouse-ssh", str(place.path), *words, *share, *target],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                # ssh may have to ask for a passphrase: then it needs our terminal.
-                start_new_session=not interactive,
-            )
-        except FileNotFoundError:
-            raise HostError(sshfailure.NO_CLIENT) from None
+        self._process = subprocess.Popen(
+            ["sh", "-c", _WATCHED, "drafthouse-ssh", str(place.path), *words, *share, *target],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            # ssh may have to ask for a passphrase: then it needs our terminal.
+            start_new_session=not interactive,
+        )
         self._reader = threading.Thread(
             target=_collect, args=(_pipe(self._process.stderr), self._lines), daemon=True
         )
@@ -511,12 +525,13 @@ class _Talk:
             self._step(deadline, 1, wanted)
         if self.begun is None:
             self.to_its_end(deadline)
+        elif self.begun == "begun":
+            os.set_blocking(stdin.fileno(), True)
 
-    def read_for(self, seconds: float) -> None:
-        """What is there to be read, without waiting longer than that."""
-        with contextlib.suppress(TimeoutError):
-            while self._open:
-                self._step(time.monotonic() + seconds, 65536, self._open)
+    def until_known(self, deadline: float) -> None:
+        """Read until it is known which process there is ours."""
+        while self.begun is None and self._open:
+            self._step(deadline, 65536, self._open)
 
     def _step(self, deadline: float, size: int, pipes: set[IO[bytes]]) -> None:
         stdin, stdout = _pipe(self.process.stdin), _pipe(self.process.stdout)
@@ -524,7 +539,7 @@ class _Talk:
             for pipe in pipes:
                 selector.register(pipe, selectors.EVENT_WRITE if pipe is stdin else selectors.EVENT_READ)
             ready = selector.select(max(0.0, deadline - time.monotonic()))
-        if not ready:
+        if not ready or time.monotonic() > deadline:
             raise TimeoutError
         for key, _ in ready:
             if key.fileobj is stdin:

@@ -10,6 +10,7 @@ import glob
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ class SshHosts:
     """The patterns of every `Host` line, with those of included files, in order."""
 
     blocks: tuple[tuple[str, ...], ...] = ()
+    file: str | None = None  # as ssh is given it with -F; None: ssh's own
 
     @property
     def names(self) -> list[str]:
@@ -33,8 +35,25 @@ class SshHosts:
         return sorted({word for block in self.blocks for word in block if not set(word) & set("*?!")})
 
     def knows(self, name: str) -> bool:
-        """Whether some `Host` line means `name`. `Host *` gives defaults to everyone and so means nobody."""
-        return any(_matches(block, name) for block in self.blocks)
+        """Whether some `Host` line means `name`. `Host *` gives defaults to everyone and so means nobody.
+
+        A name is known too if ssh would go elsewhere for it or by another machine (Match, %h, ProxyJump):
+        then it need not resolve here.
+        """
+        return any(_matches(block, name) for block in self.blocks) or _leads_elsewhere(name, self.file)
+
+
+def _leads_elsewhere(name: str, file: str | None) -> bool:
+    if not _SAFE.fullmatch(name) or name.startswith("-"):
+        return False
+    words = ["ssh", *(["-F", file] if file else []), "-G", "--", name]
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    said = dict(line.partition(" ")[::2] for line in done.stdout.lower().splitlines())
+    by = [key for key in ("proxyjump", "proxycommand") if said.get(key, "none") != "none"]
+    return done.returncode == 0 and (bool(by) or said.get("hostname", name.lower()) != name.lower())
 
 
 def _matches(block: tuple[str, ...], name: str) -> bool:
@@ -47,10 +66,11 @@ def _matches(block: tuple[str, ...], name: str) -> bool:
 
 def read(path: Path | None = None) -> SshHosts:
     """Read the file and what it includes, as far as it can be read."""
-    path = path or Path(os.environ.get(VARIABLE) or DEFAULT)
+    chosen = str(path) if path else os.environ.get(VARIABLE)
+    path = Path(chosen or DEFAULT)
     blocks: list[tuple[str, ...]] = []
     _read(path.expanduser(), path.expanduser().parent, blocks, 0)
-    return SshHosts(tuple(blocks))
+    return SshHosts(tuple(blocks), chosen)
 
 
 def _read(path: Path, base: Path, blocks: list[tuple[str, ...]], depth: int) -> None:

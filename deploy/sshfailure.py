@@ -59,12 +59,14 @@ def explain(name: str, address: str, errors: str, read: Callable[[str], str] | N
 
 
 def _configuration(errors: str) -> str | None:
-    found = re.search(r"^(.*: line \d+: .+|Bad owner or permissions on .+)$", errors, re.M)
-    if not found or "debug" in found[1]:
+    if re.search(r"^debug1: (Connecting to|Executing proxy command)", errors, re.M):
+        return None  # it was read without complaint
+    found = re.search(r"^(?!debug)(.*:? line \d+:? .+|Bad owner or permissions on .+)$", errors, re.M)
+    if not found:
         return None
     bad = found[1].strip().rstrip(".")
-    wrong_owner = bad.startswith("Bad owner")
-    return f"ssh refuses its configuration: {bad}; {'chmod 600 it' if wrong_owner else 'correct that line'}"
+    remedy = "chmod 600 it, as its owner" if bad.startswith("Bad owner") else "correct that line"
+    return f"ssh refuses its configuration: {bad}; {remedy}"
 
 
 def _changed_key(errors: str, read: Callable[[str], str]) -> str | None:
