@@ -65,7 +65,7 @@ ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
 
 # All that a change of our own code builds again, and all that needs no network: a deploy does this on the host,
 # on packages that were built or shipped there before. Compiled here, since the root is read-only later.
-FROM ${PACKAGES}
+FROM ${PACKAGES} AS code
 COPY runs /opt/drafthouse/runs
 COPY trainer /opt/drafthouse/trainer
 RUN python -m compileall -q /opt/drafthouse/trainer
