@@ -30,7 +30,7 @@ _FLAG = re.compile(r"""^\s*(?:-\s+)?["']?--(?P<name>[A-Za-z][\w-]*)["']?,?\s*$""
 
 def secret_name(name: str) -> bool:
     """Whether a variable or a flag of this name holds what nobody else should read."""
-    return _NAME.search(name) is not None
+    return _NAME.search(name) is not None and name != "secrets"  # (which, in run.yaml, lists names only)
 
 
 def text(value: str) -> str:

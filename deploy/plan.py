@@ -234,20 +234,16 @@ def _word(word: str) -> str:
     return "$'" + repr(word)[1:-1].replace("\\'", "'").replace("'", "\\'") + "'"  # one line, and still bash
 
 
-def diff_text(before: tuple[Mapping[str, bytes], Mapping[str, str]] | None, new: Release) -> str:
-    """`fab diff`: what differs, in words, and then each rendered file as a unified diff. Pure.
+def diff_text(before: Mapping[str, bytes], new: Release) -> str:
+    """Each rendered file as a unified diff, what looks like a secret masked. Pure; empty if nothing differs.
 
-    `before` is what `release.deployed` says of the deployed release. Values that look like secrets are
-    masked. Empty if nothing differs.
+    `before` holds the files that `release.deployed` gives. Of code `release.differences` names each file.
     """
-    if before is None:
-        return f"nothing is deployed; release {new.id} would be the first"
-    words = release.differences(before[0], before[1], new)
-    parts = ["\n".join(words)] if words else []
-    for name in sorted({*before[0], *new.files}):
+    parts = []
+    for name in sorted({*before, *new.files}):
         if name.startswith("app/") or name in (release.IMAGE, release.MANIFEST):
-            continue  # (of code the words above name each file)
-        old, now = mask.both(before[0].get(name), new.files.get(name))
+            continue
+        old, now = mask.both(before.get(name), new.files.get(name))
         if old != now:
             lines = difflib.unified_diff(
                 [] if old is None else old.splitlines(),

@@ -216,12 +216,26 @@ def build(
         )
         files["compose.yaml"] = compose.compose_file(service).encode()
         files["launch.sh"] = render.render(
-            "launch.sh.j2", name=settings.name, home=layout.home, launch=service.command, command=argv
+            "launch.sh.j2",
+            name=settings.name,
+            home=layout.home,
+            launch=service.command,
+            command=_wrapped(argv),
         ).encode()
         files[IMAGE] = _image(image)
     if unit is not None:
         files[f"drafthouse-{settings.name}.service"] = unit.encode()
     return of(files, argv, git)
+
+
+def _wrapped(argv: Sequence[str]) -> list[str]:
+    """A command as people read and compare it: shell words, each flag on a line of its own."""
+    lines: list[list[str]] = [[]]
+    for word in argv:
+        if word.startswith("--") and lines[-1]:
+            lines.append([])
+        lines[-1].append(render.shell(word))
+    return "\n".join(" ".join(words) for words in lines).splitlines()
 
 
 def _image(image: Image) -> bytes:
@@ -279,7 +293,8 @@ def differences(old: Mapping[str, bytes] | None, old_digests: Mapping[str, str],
         if was != now:
             hidden = mask.secret_name(key)
             found.append(
-                f"{key}: {_say(was, hidden)} → {_say(now, hidden)}" + (" (another value)" if hidden else "")
+                f"{key}: {_say(was, hidden)} → {_say(now, hidden)}"
+                + (mask.OTHER if hidden and _ABSENT not in (was, now) else "")
             )
     found += _changes(_code(old_digests, old), _code(new.digests, new.files))
     if not found and old_digests != new.digests:  # only what follows from neither, like another state root

@@ -160,7 +160,9 @@ def banner(
     parts.append(f"release {release}" if release else "no release")
     commit = run.git.get("commit")
     parts.append(f"git {commit[:12]}{' (dirty)' if run.git.get('dirty') else ''}" if commit else "no git")
-    parts.append(f"image {run.image.replace('sha256:', '')[:12]}" if run.image else "no image")
+    whole = (run.image or "").startswith("sha256:")  # else it is a name, and short enough
+    shown = run.image[len("sha256:") :][:12] if run.image and whole else run.image
+    parts.append(f"image {shown}" if shown else "no image")
     if python:
         parts.append(python)
     if buffering.unbuffered:

@@ -16,6 +16,7 @@ SECRET = [
     "AUTH",
 ]
 OPEN = [
+    "secrets",
     "LEVEL",
     "MONKEY",
     "token-budget",
