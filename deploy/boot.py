@@ -19,7 +19,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 # The switch is started as a program of its own, and comes to the host with this one.
-from deploy import files, switch_job, weights_store  # noqa: F401
+from deploy import files, new_run, switch_job, weights_store  # noqa: F401
 from deploy.errors import DeployError
 from trainer import status
 
@@ -54,12 +53,14 @@ def template(
     spec: Mapping[str, Any],
     weights: Mapping[str, Any] | None,
     checkpoint_timeout_seconds: float = CHECKPOINT_TIMEOUT,
+    directories: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What boot.json holds for `run`, pure: all that starting it once more, as another run, takes.
 
     `run` is run.json as it was written, `spec` the specification of its switch, `weights` ``{"source",
     "path", "digest"}``: the directory on the host that is copied to `path` in shared memory (None: nothing
-    is), and `checkpoint_timeout_seconds` what a checkpoint may take before the machine goes down.
+    is), `checkpoint_timeout_seconds` what a checkpoint may take before the machine goes down, and
+    `directories` what the run writes to, which may lie where a restart clears it away.
     """
     kept = {
         key: value for key, value in spec.items() if key not in ("rollback", "record", "by", "old_run_path")
@@ -70,6 +71,7 @@ def template(
         "spec": copy.deepcopy(kept),
         "weights": dict(weights) if weights else None,
         "checkpoint_timeout_seconds": checkpoint_timeout_seconds,
+        "directories": list(directories),
     }
 
 
@@ -187,7 +189,7 @@ def boot(state: Path, name: str) -> tuple[str, str, str | None]:
         start = found["spec"]["start"]
         if start.get("container"):
             wait_for_engine(start)
-        run = new_run(state, name, found)
+        run = next_run(state, found)
         try:
             job, record = switch(run, old)
         except DeployError:
@@ -327,56 +329,30 @@ def wait_for_engine(start: Mapping[str, Any]) -> None:
         time.sleep(PAUSE * 5)
 
 
-def new_run(state: Path, name: str, found: Mapping[str, Any]) -> status.RunDir:
+def next_run(state: Path, found: Mapping[str, Any]) -> status.RunDir:
     """The directory of the next run, with run.json, boot.json and its own copy of the secrets."""
-    run = status.allocate_run(state / "runs", name)
+    start, secrets = found["spec"]["start"], found["run"].get("secrets_file")
+    owner = start.get("user") if os.geteuid() == 0 else None
+    content = None
+    if secrets:
+        content = Path(secrets).read_bytes().decode("utf-8", "surrogateescape")
+    by = whoami("boot@")
+    fields = {**found["run"], "who": by, "origin": by.partition("@")[2]}
+    made = new_run.make(str(state), fields, content, found.get("directories"), owner)
+    run = status.RunDir(made["path"])
     try:
-        new = instance(found, str(run.path), whoami("boot@"), time.time())
-        made = status.parse(status.Run, new["run"], run.path / "run.json")
-        if made.secrets_file:
-            copy_secrets(found["run"]["secrets_file"], made.secrets_file)
+        new = instance(found, made["path"], by, made["run"]["created"])
         status.write_json(run.path / FILE, new, mode=0o600, durable=True)
-        run.write_run(made)
-        user = new["spec"]["start"].get("user")
-        if user and os.geteuid() == 0:
-            os.chown(run.path, *user)
     except BaseException:
         discard(run)
         raise
     return run
 
 
-def copy_secrets(source: str, target: str) -> None:
-    """With mode 0400 and the same owner, whole or not at all."""
-    temporary = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.getpid()}")
-    with open(source, "rb") as reading:
-        data, owner = reading.read(), os.fstat(reading.fileno())
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
-        with open(descriptor, "wb") as writing:
-            writing.write(data)
-            os.fchmod(writing.fileno(), 0o400)
-            if os.geteuid() == 0:
-                os.fchown(writing.fileno(), owner.st_uid, owner.st_gid)
-            writing.flush()
-            os.fsync(writing.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
 def discard(run: status.RunDir) -> None:
     """Take away a run that was never started."""
-    with contextlib.suppress(OSError, ValueError):
-        made = run.run()
-        name = status.split_run_id(run.path.name)[1]
-        secrets = run.path.parent.parent / "names" / name / f"secrets-{run.path.name}"
-        if made is None or made.secrets_file == str(secrets):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(secrets)
-    shutil.rmtree(run.path, ignore_errors=True)
+    made = run.run()
+    new_run.discard(str(run.path), made.secrets_file if made else None)
 
 
 # -- the switch ----------------------------------------------------------------------------------------------

@@ -131,7 +131,8 @@ def start(
             if back:
                 spec["rollback"] = back
             staged = plan.weights.boot() if plan.weights else work.restage
-            again = boot.template(run, spec, staged, work.checkpoint_timeout_seconds)
+            places = [layout.checkpoints, layout.cache]
+            again = boot.template(run, spec, staged, work.checkpoint_timeout_seconds, places)
             host.write(f"{run_path}/{boot.FILE}", json.dumps(again).encode(), mode=0o600)
             held.check()
             sent = True
