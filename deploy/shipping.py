@@ -32,6 +32,7 @@ from deploy.sizes import size
 
 BLOCK = 1 << 20
 SIGN_OF_LIFE = 10.0  # seconds between two words on a transfer
+OLDEST_RSYNC = (3, 1)
 LINK_TIMEOUT = 30  # seconds without a byte, after which rsync gives up
 RSYNC_SILENCE = 120.0  # seconds without a word of it, after which we do
 SILENCE = 180.0  # seconds; a load gives a sign of life every 5, but a disk may be busy
@@ -57,10 +58,7 @@ def send(
     `images` is the host's directory for this, `there` what its survey found. Raises DeployError; then what
     has arrived is kept, and the next call goes on from it.
     """
-    if shutil.which("rsync") is None:
-        raise DeployError(
-            "this machine has no rsync, which ships images: apt install rsync (or brew install rsync)"
-        )
+    check_rsync()
     if not there["rsync"]:
         raise DeployError(
             f"{host.name} has no rsync, which ships images: fab bootstrap --host {host.name} installs it"
@@ -78,6 +76,22 @@ def send(
     for function, *words in (("take_in", blobs), ("load", blobs, reference)):
         onhost.ask(
             host, f"deploy.image_store:{function}", images, host.name, *words, timeout=SILENCE, progress=told
+        )
+
+
+def check_rsync() -> None:
+    """Raises DeployError if this machine's rsync cannot ship images."""
+    remedy = "apt install rsync (or brew install rsync)"
+    try:
+        done = subprocess.run(["rsync", "--version"], capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        raise DeployError(f"this machine has no rsync, which ships images: {remedy}") from None
+    found = re.search(r"rsync\s+version\s+v?(\d+)\.(\d+)", done.stdout)
+    if not found or (int(found[1]), int(found[2])) < OLDEST_RSYNC:
+        what = f"{found[1]}.{found[2]}" if found else "of an unknown kind"
+        raise DeployError(
+            f"this machine's rsync is {what} (macOS brings an old one), and shipping images needs 3.1 or later: "
+            f"{remedy}"
         )
 
 

@@ -164,3 +164,37 @@ def test_an_rsync_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(shipping, "rsync_command", lambda *words: ["sleep", "600"])
     with pytest.raises(DeployError, match=r"rsync to gpu-box gave no sign of life .* run the command again"):
         shipping.rsync(Reached("gpu-box"), tmp_path, ["a"], "/nowhere", 1, lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("said", "finding"),
+    [
+        ("openrsync: protocol version 29\nrsync version 2.6.9 compatible", "is 2.6"),
+        ("rsync  version 3.0.9  protocol version 30", "is 3.0"),
+        ("something else", "of an unknown kind"),
+    ],
+)
+def test_an_rsync_that_is_too_old_is_refused(tmp_path: Path, monkeypatch, said: str, finding: str) -> None:
+    program = tmp_path / "rsync"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(DeployError, match=rf"this machine's rsync .*{finding}.* needs 3\.1 or later: apt"):
+        shipping.check_rsync()
+
+
+def test_a_machine_without_rsync_is_told_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DeployError, match="this machine has no rsync, which ships images: apt install rsync"):
+        shipping.check_rsync()
+
+
+@pytest.mark.parametrize(
+    "said", ["rsync  version 3.2.7  protocol version 31", "rsync version v3.1.0  protocol"]
+)
+def test_an_rsync_of_today_will_do(tmp_path: Path, monkeypatch, said: str) -> None:
+    program = tmp_path / "rsync"
+    program.write_text(f"#!/bin/sh\necho '{said}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    shipping.check_rsync()
