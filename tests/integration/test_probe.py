@@ -11,7 +11,9 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -48,7 +50,10 @@ def test_a_bare_machine_is_described_without_a_problem(place):
     assert facts["state"]["free_bytes"] > 0
     assert facts["memory"]["total"] > facts["memory"]["available"] > 0
     assert facts["python"] == ".".join(str(part) for part in sys.version_info[:3])
-    assert facts["uid"] == os.getuid()
+    assert (facts["uid"], facts["gid"]) == (os.getuid(), os.getgid())
+    assert facts["groups"]
+    assert facts["os"]["id"]
+    assert facts["programs"]["docker"] == facts["engine"]["client"]
     assert facts["boot_time"] < facts["time"]
 
 
@@ -97,6 +102,31 @@ def test_cpu_work_between_the_two_samples_is_seen(place):
     )
     (found,) = collect(place)["runs"]
     assert sum(p["cpu_ticks"][1] - p["cpu_ticks"][0] for p in found["processes"]) > 0
+
+
+def test_what_a_trainer_really_runs_with_is_told_without_its_secrets(place, tmp_path):
+    script, secrets = tmp_path / "train.py", tmp_path / "secrets"
+    script.write_text(TRAINER)
+    secrets.write_text("TOKEN=hunter2\n")
+    secrets.chmod(0o400)
+    command = [sys.executable, "-u", str(script), "--lr", "3e-4"]
+    fields = {"secrets": ["TOKEN"], "secrets_file": str(secrets)}
+    run = place.run_dir(command, environment={"LR": "τ $(id)", "PYTHONHASHSEED": "0"}, **fields)
+    place.start(run)
+    until(lambda: steps(run))
+    facts = collect(place, sample=0)
+    found = facts["runs"][0]["running"]
+    assert found["argv"] == command
+    assert found["environment"]["LR"] == "τ $(id)"
+    assert found["environment"]["PYTHONHASHSEED"] == "0"
+    assert found["environment"]["PYTHONUNBUFFERED"] == "1"
+    assert found["image_id"] is None
+    assert {"path": str(script), "modified": script.stat().st_mtime} in found["files"]
+    assert found["started"] <= facts["time"]
+    assert "hunter2" not in json.dumps(facts)
+    os.kill(run.launch().pid, signal.SIGTERM)
+    until(lambda: run.exit() and not run.alive())
+    assert collect(place, sample=0)["runs"][0]["running"] is None
 
 
 def test_without_a_sample_cpu_time_is_read_once(place):
@@ -278,7 +308,8 @@ def test_a_python_that_is_not_there_is_an_error_in_one_sentence(place):
 
 
 def test_an_answer_that_is_no_json_is_an_error_in_one_sentence(place, monkeypatch):
-    monkeypatch.setattr(onhost, "program", lambda modules: b"print('Welcome!')")
+    welcome = [sys.executable, "-c", "print('Welcome!')"]
+    monkeypatch.setattr(onhost, "script", lambda host, module, *arguments: (welcome, b""))
     with pytest.raises(HostError, match="no JSON"):
         evidence.collect(HOST, str(place.root))
 
@@ -342,6 +373,32 @@ def test_a_client_without_an_engine_is_no_engine(place, monkeypatch, tmp_path):
     assert engine["client"] == str(tmp_path / "docker")
     assert (engine["answers"], engine["version"]) == (False, None)
     assert "Cannot connect" in engine["error"]
+
+
+@pytest.mark.root
+def test_an_engine_that_we_may_not_use_is_told_from_one_that_is_not_there():
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:  # one that another user can look into
+        os.chmod(directory, 0o755)
+        path = f"{directory}/docker.sock"
+        server = Engine(path, None)
+        os.chmod(path, 0o660)
+        argv, program = onhost.script(HOST, "deploy.probe", "--sample", "0", "--state", f"{directory}/state")
+        try:
+            done = subprocess.run(
+                ["/usr/bin/python3", *argv[1:]],
+                input=program,
+                stdout=subprocess.PIPE,
+                env={"DOCKER_HOST": f"unix://{path}", "PATH": "/usr/bin:/bin", "HOME": directory},
+                user=65534,
+                group=65534,
+                extra_groups=[],
+                check=True,
+            )
+        finally:
+            server.socket.close()
+    engine = json.loads(done.stdout)["engine"]
+    assert (engine["answers"], engine["permitted"]) == (False, False)
+    assert "Permission denied" in engine["error"]
 
 
 @pytest.mark.parametrize(

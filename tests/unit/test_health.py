@@ -95,7 +95,8 @@ PLACES = [
     ("heartbeats", "0", "tokens_per_second"), ("heartbeats", "0", "last_step_time"), ("log", "tail"),
     ("log", "last_write"), ("exit", "code"), ("exit", "last_lines"), ("exit", "last_checkpoint"),
     ("exit", "reason"), ("switch", "steps"), ("run", "created"), ("processes", 0),
-    ("processes", 0, "cpu_ticks"),
+    ("processes", 0, "cpu_ticks"), ("container",), ("container", "exit_code"), ("container", "unknown"),
+    ("container", "gone"), ("container", "error"), ("container", "finished"), ("container", "engine_started"),
 ]  # fmt: skip
 
 
