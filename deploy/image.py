@@ -129,6 +129,8 @@ def ship(host: Host, state: str, image: Image, report: Report) -> None:
     """
     there = _survey(host, state, image.packages)
     if not there["id"]:
+        if not host.is_local:  # before minutes go into a build
+            shipping.check(host, there)
         here = build_here(image, there["architecture"], report)
         # The engine may be the same one, as on localhost.
         if not _survey(host, state, image.packages)["id"]:

@@ -36,6 +36,7 @@ OLDEST_RSYNC = (3, 1)
 LINK_TIMEOUT = 30  # seconds without a byte, after which rsync gives up
 RSYNC_SILENCE = 120.0  # seconds without a word of it, after which we do
 SILENCE = 180.0  # seconds; a load gives a sign of life every 5, but a disk may be busy
+PARTIAL = ".export-"  # before the name of a directory that is being filled
 LIST = "blobs.json"  # beside the layers of an image: which they are, in order; locked by who uses them
 
 Report = Callable[[str], None]
@@ -58,11 +59,7 @@ def send(
     `images` is the host's directory for this, `there` what its survey found. Raises DeployError; then what
     has arrived is kept, and the next call goes on from it.
     """
-    check_rsync()
-    if not there["rsync"]:
-        raise DeployError(
-            f"{host.name} has no rsync, which ships images: fab bootstrap --host {host.name} installs it"
-        )
+    check(host, there)
     with export(here, report) as (directory, blobs):
         found = onhost.ask(host, "deploy.image_store:wanted", images, host.name, blobs, timeout=60)
         if found["missing"]:
@@ -79,6 +76,15 @@ def send(
         )
 
 
+def check(host: Host, there: Mapping[str, Any]) -> None:
+    """Raises DeployError if no image can be shipped to the host, by what its survey found."""
+    check_rsync()
+    if not there["rsync"]:
+        raise DeployError(
+            f"{host.name} has no rsync, which ships images: fab bootstrap --host {host.name} installs it"
+        )
+
+
 def check_rsync() -> None:
     """Raises DeployError if this machine's rsync cannot ship images."""
     remedy = "apt install rsync (or brew install rsync)"
@@ -90,8 +96,8 @@ def check_rsync() -> None:
     if not found or (int(found[1]), int(found[2])) < OLDEST_RSYNC:
         what = f"{found[1]}.{found[2]}" if found else "of an unknown kind"
         raise DeployError(
-            f"this machine's rsync is {what} (macOS brings an old one), and shipping images needs 3.1 or later: "
-            f"{remedy}"
+            f"this machine's rsync is {what} (macOS brings an old one), and shipping an image needs 3.1 or "
+            f"later: {remedy}"
         )
 
 
@@ -111,7 +117,7 @@ def export(reference: str, report: Report) -> Iterator[tuple[Path, Blobs]]:
     """
     name = _docker("image", "inspect", "--format", "{{.Id}}", reference).strip().removeprefix("sha256:")[:12]
     place = cache()
-    final, partial = place / name, place / f".{name}"
+    final, partial = place / name, place / f"{PARTIAL}{name}"
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context(open(place / "export.lock", "w"))
         _wait_for(lock, report)
@@ -138,9 +144,9 @@ def export(reference: str, report: Report) -> Iterator[tuple[Path, Blobs]]:
 def _forget_others(place: Path) -> None:
     """Remove the layers of images that nobody ships any more, and what an interrupted export has left."""
     for old in place.iterdir():
-        if old.name.startswith("."):
+        if old.name.startswith(PARTIAL):
             shutil.rmtree(old, ignore_errors=True)
-        elif old.is_dir():
+        elif (old / LIST).exists():
             with contextlib.suppress(OSError), open(old / LIST) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(old, ignore_errors=True)
