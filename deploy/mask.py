@@ -7,7 +7,7 @@ one into `environment:`, a command line or an address all the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 MASK = "***"
 OTHER = " (another value)"  # so that a change shows, though not what it is
@@ -31,6 +31,11 @@ _FLAG = re.compile(r"""^\s*(?:-\s+)?["']?--(?P<name>[A-Za-z][\w-]*)["']?,?\s*$""
 def secret_name(name: str) -> bool:
     """Whether a variable or a flag of this name holds what nobody else should read."""
     return _NAME.search(name) is not None and name != "secrets"  # (which, in run.yaml, lists names only)
+
+
+def pairs(values: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Names and values, as they may be shown."""
+    return [(name, MASK if secret_name(name) else text(str(value))) for name, value in values.items()]
 
 
 def text(value: str) -> str:

@@ -87,7 +87,7 @@ class Plan:
         """For scripts: every field by its name. What looks like a secret is not in it."""
         value = dataclasses.asdict(self)
         del value["seen"]
-        value["changes"] = dict(_changes(self))
+        value["changes"] = dict(mask.pairs(self.changes))
         value["weights"] = self.weights and {**value["weights"], "describe": self.weights.describe()}
         return value
 
@@ -116,7 +116,12 @@ def _text(plan: Plan) -> list[str]:
         rows += [("release", _release(plan))]
         rows += [("", difference) for difference in plan.differences]
         if plan.changes:
-            rows += [("set", ", ".join(f"{key}={value}" for key, value in _changes(plan)) + ", for this run")]
+            rows += [
+                (
+                    "set",
+                    ", ".join(f"{key}={value}" for key, value in mask.pairs(plan.changes)) + ", for this run",
+                )
+            ]
         if plan.image:
             rows += [("image", f"{plan.image}, {plan.image_words}" if plan.image_words else plan.image)]
         if plan.weights:
@@ -163,12 +168,6 @@ def _release(plan: Plan) -> str:
     if plan.release_before is None:
         return f"{plan.release}, {state}"
     return f"{plan.release_before} → {plan.release}, {state}"
-
-
-def _changes(plan: Plan) -> list[tuple[str, str]]:
-    return [
-        (key, mask.MASK if mask.secret_name(key) else mask.text(value)) for key, value in plan.changes.items()
-    ]
 
 
 def _container_rows(plan: Plan) -> list[tuple[str, str]]:

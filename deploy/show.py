@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from deploy import mask
 from deploy.overview import Row
 from deploy.sizes import age, size
 
@@ -82,7 +83,7 @@ def runs(found: Sequence[Mapping[str, Any]], now: float) -> str:
     for run in reversed(found):
         written = run["run"] or {}
         created = written.get("created")
-        changes = ", ".join(f"{key}={value}" for key, value in (written.get("changes") or {}).items())
+        changes = ", ".join(f"{key}={value}" for key, value in mask.pairs(written.get("changes") or {}))
         table.append(
             (
                 run["run_id"],
