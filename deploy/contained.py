@@ -61,16 +61,18 @@ class Container:
         If the engine does not do it, launch, which holds the run's lock, gets it directly.
         """
         try:
-            self.engine.kill(self.id, number.name)
-            return number.name
-        except engine.EngineError as error:
-            pid = procfs.holding(str(self.run.lock), procfs.processes())
-            if pid is None:
-                if self.run.alive():
-                    raise PermissionError(0, f"{self.words()} cannot be signalled: {error}") from None
+            if self.engine.kill(self.id, number.name) or not self.run.alive():
                 return number.name
-            os.kill(pid, number)
-            return f"{number.name} (to pid {pid} itself: {error})"
+            why = "the engine has no such container"
+        except engine.EngineError as error:
+            why = str(error)
+        pid = procfs.holding(str(self.run.lock), procfs.processes())
+        if pid is None:
+            if self.run.alive():
+                raise PermissionError(0, f"{self.words()} cannot be signalled: {why}")
+            return number.name
+        os.kill(pid, number)
+        return f"{number.name} (to pid {pid} itself: {why})"
 
     def end_words(self) -> str:
         """How it ended, for people; empty while it has not, or if the engine does not say."""

@@ -170,13 +170,23 @@ class Engine:
         found = self.get(f"/images/{quote(reference, safe='/:@')}/json")
         return found if isinstance(found, dict) else {}
 
-    def kill(self, container: str, signal: str) -> None:
-        """Send a signal to the container's first process. One that has ended is no error."""
-        try:
-            self.call("POST", f"/containers/{quote(container, safe='')}/kill", signal=signal)
-        except EngineError as error:
-            if error.status not in (404, 409):
-                raise
+    def kill(self, container: str, signal: str) -> bool:
+        """Send a signal to the container's first process; False if that, or the container, is gone.
+
+        One that is paused is let go on, since it could not act on a signal.
+        """
+        path = f"/containers/{quote(container, safe='')}"
+        for attempt in (1, 2):
+            try:
+                self.call("POST", f"{path}/kill", signal=signal)
+                return True
+            except EngineError as error:
+                if error.status not in (404, 409):
+                    raise
+                if attempt == 2 or "paused" not in str(error):
+                    break
+            self.call("POST", f"{path}/unpause")
+        return False
 
     def logs(self, container: str, lines: int = 20) -> list[str]:
         """The last lines of what the container's first process printed to both of its outputs."""

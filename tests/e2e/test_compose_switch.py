@@ -161,6 +161,25 @@ def test_a_launch_that_hangs_is_killed_by_the_engine(place):
     assert contained.of(old).running() is False
 
 
+def test_a_paused_container_is_let_go_on_so_that_it_can_save_and_end(place):
+    old = running(place)
+    place.docker.run("pause", contained.of(old).id)
+    outcome = go(place, place.spec(None, old, checkpoint_timeout_seconds=0.5))
+    assert outcome.word == "done", outcome
+    assert (old.exit().reason, old.exit().code) == ("stopped", 0)
+    assert b"saved and out" in log(old)
+
+
+def test_a_run_whose_container_the_engine_does_not_know_is_stopped_all_the_same(place):
+    old = running(place)
+    kept = json.loads((old.path / "container.json").read_text())
+    status.write_json(old.path / "container.json", {**kept, "id": "0" * 64})
+    outcome = go(place, place.spec(None, old))
+    assert outcome.word == "done", outcome
+    assert "no such container" in details(outcome)["stop"]
+    assert (old.exit().reason, old.exit().asked_by) == ("stopped", "ada@desk")
+
+
 def test_each_run_gets_its_own_secrets_and_none_keeps_those_of_another(place):
     name = place.root / "names" / place.name
     name.mkdir(parents=True)
