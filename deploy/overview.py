@@ -11,6 +11,7 @@ from typing import Any
 from deploy import drift, plan, release, settings, survey
 from deploy.errors import USAGE, DeployError, either, nearest
 from deploy.health import Verdict, number, table, verdict
+from deploy.runtimes import compose
 from deploy.target import Target
 
 SAMPLE = 0.4  # seconds between two readings of CPU use
@@ -75,7 +76,11 @@ def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
         tokens_per_second=number(table(main, "tokens_per_second"), "now"),
         step_age=max(0.0, facts["time"] - last) if last and run["alive"] else None,
         memory=_whole(sum(memory)) if memory else None,
-        links={key: link for key, link in table(main, "links").items() if isinstance(link, str)},
+        links={
+            key: compose.outside(link, run["path"])
+            for key, link in table(main, "links").items()
+            if isinstance(link, str)
+        },
         drift=drift_of(goal, facts, run) if run["alive"] else None,
     )
 

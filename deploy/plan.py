@@ -173,6 +173,8 @@ def _release(plan: Plan) -> str:
 def _container_rows(plan: Plan) -> list[tuple[str, str]]:
     """Who the container is, what it sees of the host, and how long it has when it is not us who stop it."""
     rows = []
+    if plan.image:
+        rows += [("trial", "a container of this release looks and ends, before anything else is stopped")]
     if plan.devices is not None:
         rows += [("gpus", ", ".join(plan.devices) or "none")]
     if plan.user is not None:
@@ -338,7 +340,7 @@ def make(
     if not unchanged:
         preflight.refuse(found)
     differences = release.differences(before[0], before[1], new) if before and old != new.id else []
-    init, commands = _init(facts, install, parts.runtime, run)
+    init, commands = _init(facts, install, parts.runtime, run.image.use is not None)
     action, words = _image(survey, host, run, build)
     weights = survey.weights.path if survey.weights else None
     return Plan(
@@ -418,7 +420,8 @@ def make_same(
             seen=seen(facts, name),
         )
     release.refuse_changed(facts, host.name, name, wanted)
-    init, commands = _init(facts, install, runtime)
+    foreign = not str(last.get("image")).startswith(f"{images.REPOSITORY}:")
+    init, commands = _init(facts, install, runtime, foreign)
     return Plan(
         task=task,
         action="switch" if live else "start",
@@ -553,11 +556,10 @@ def _resume(survey: Survey, run: RunSettings) -> str:
 
 
 def _init(
-    facts: Mapping[str, Any], install: bool, runtime: str = "process", run: RunSettings | None = None
+    facts: Mapping[str, Any], install: bool, runtime: str, foreign: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """(what adopts orphans, what is installed for it)."""
+    """(what adopts orphans, what is installed for it). An image of one's own, a foreign one, brings none."""
     if runtime == "compose":
-        foreign = run is not None and run.image.use is not None
         return ("the engine's own init, as PID 1" if foreign else "tini, as PID 1 in the image"), ()
     if facts["tini"]:
         return process.reaper(dict(facts)), ()

@@ -246,6 +246,12 @@ def container_shm(settings: RunSettings, devices: int) -> int:
     return (sizes.parse(settings.shm_size) if settings.shm_size else None) or shm_bytes(devices)
 
 
+def outside(text: str, run_path: str) -> str:
+    """A path that a container has for its run's directory, as the host has it."""
+    inside = text == RUN_DIR or text.startswith(f"{RUN_DIR}/")
+    return run_path + text[len(RUN_DIR) :] if inside else text
+
+
 def start_spec(
     run: status.Run, facts: Mapping[str, Any], layout: Layout, release_path: str, run_path: str
 ) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -241,17 +240,6 @@ def test_the_commands_for_people_are_a_script_that_a_shell_reads(
     assert len(commands) == 1
     assert commands[0].startswith("docker compose --file ")
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
-
-
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_systemd_takes_the_unit_of_a_release(place: Callable[[str], Place], tmp_path: Path) -> None:
-    here = place("cmpunit")
-    made = here.release(TRAINER, tmp_path)
-    unit = tmp_path / "drafthouse-cmpunit.service"
-    unit.write_bytes(made.files[unit.name])
-    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
-    told = [line for line in done.stderr.splitlines() if unit.name in line and "not executable" not in line]
-    assert told == []
 
 
 # -- started by an engine ----------------------------------------------------------------------------------

@@ -300,6 +300,7 @@ deploy demo on gpu-box
   data      toy, which the trainer makes from its target
   command   python -u -m trainer --target-model toy --resume auto --max-steps 600 --lr 0.0006 --output-dir {home}/checkpoints --cache-dir {home}/cache
   init      tini, as PID 1 in the image
+  trial     a container of this release looks and ends, before anything else is stopped
   gpus      none
   user      10001:10001 in the container
   mounts    {home}/run at /run/drafthouse
@@ -370,7 +371,7 @@ def test_an_old_release_is_started_again_with_what_it_had(tmp_path: Path) -> Non
         "10001:10001",
         ("1",),
     )
-    assert made.install == ()
+    assert (made.install, made.init) == ((), "tini, as PID 1 in the image")
 
 
 # -- fab diff ----------------------------------------------------------------------------------------------

@@ -214,3 +214,10 @@ def test_a_plain_process_sees_the_devices_that_it_was_given_and_all_without_a_wo
         return start["environment"].get("CUDA_VISIBLE_DEVICES")
 
     assert (seen(None), seen([]), seen(["0", "2"])) == (None, "", "0,2")
+
+
+def test_a_link_into_the_containers_run_directory_is_shown_as_the_host_has_it() -> None:
+    assert compose.outside("/run/drafthouse/events", "/s/runs/0001-x") == "/s/runs/0001-x/events"
+    assert compose.outside("/run/drafthouse", "/s/runs/0001-x") == "/s/runs/0001-x"
+    for other in ("/run/drafthouse-secrets", "https://w.example/run/drafthouse/x"):
+        assert compose.outside(other, "/s") == other
