@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 # The switch is started as a program of its own, and comes to the host with this one.
-from deploy import files, new_run, switch_job, weights_store  # noqa: F401
+from deploy import engine, files, new_run, switch_job, weights_store  # noqa: F401
 from deploy.errors import DeployError
 from trainer import status
 
@@ -301,23 +301,13 @@ def stage(weights: Mapping[str, Any]) -> None:
 
 def wait_for_engine(start: Mapping[str, Any]) -> None:
     """Until the container engine answers. Raises DeployError if it does not."""
-    client, deadline, told = start["argv"][0], time.monotonic() + ENGINE_PATIENCE, False
+    deadline, told = time.monotonic() + ENGINE_PATIENCE, False
     while True:
         try:
-            done = subprocess.run(
-                [client, "version", "--format", "{{.Server.Version}}"],
-                env=start["environment"],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=ENGINE_TIMEOUT,
-            )
-            if done.returncode == 0:
-                return
-            why = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no answer"])[-1]
-        except subprocess.TimeoutExpired:
-            why = f"no answer within {ENGINE_TIMEOUT:g} s"
-        except OSError as error:
-            why = f"{client} cannot be started: {error.strerror}"
+            engine_of(start).ping()
+            return
+        except engine.EngineError as error:
+            why = str(error)
         if time.monotonic() > deadline:
             raise DeployError(
                 f"the container engine did not come up within {ENGINE_PATIENCE:g} s ({why}): start it, "
@@ -327,6 +317,10 @@ def wait_for_engine(start: Mapping[str, Any]) -> None:
             say(f"waiting for the container engine ({why})")
             told = True
         time.sleep(PAUSE * 5)
+
+
+def engine_of(start: Mapping[str, Any]) -> engine.Engine:
+    return engine.Engine(engine.address(start["environment"]), ENGINE_TIMEOUT)
 
 
 def next_run(state: Path, found: Mapping[str, Any]) -> status.RunDir:
@@ -496,15 +490,8 @@ def going_down() -> bool:
 
 def keeps_containers(start: Mapping[str, Any]) -> bool:
     """Whether containers outlive a restart of their engine (live-restore)."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            [start["argv"][0], "info", "--format", "{{.LiveRestoreEnabled}}"],
-            env=start["environment"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=ENGINE_TIMEOUT,
-        )
-        return done.stdout.strip() == b"true"
+    with contextlib.suppress(engine.EngineError, TypeError, AttributeError):
+        return engine_of(start).get("/info").get("LiveRestoreEnabled") is True
     return False
 
 
