@@ -6,8 +6,8 @@ probe and of the switch. Standard library only, Python >= 3.9.
 
 from __future__ import annotations
 
-import calendar
 import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -252,13 +252,16 @@ def state(value: Any) -> dict[str, Any]:
 
 def moment(text: Any) -> float | None:
     """Unix time of ``2026-11-30T00:55:01.123456789Z``; None for the year 1, which stands for never."""
-    found = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)$", str(text))
-    if not found or found[1] == "0001":
+    found = re.match(r"((\d{4})-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)$", str(text))
+    if not found or found[2] == "0001":
         return None
-    seconds = calendar.timegm(tuple(int(found[number]) for number in range(1, 7)))
-    zone = found[8]
+    zone = found[4]
     shift = 0 if zone == "Z" else (int(zone[1:3]) * 60 + int(zone[4:])) * (60 if zone[0] == "+" else -60)
-    return seconds - shift + float(found[7] or 0)
+    try:
+        whole = datetime.datetime.fromisoformat(found[1]) - datetime.datetime(1970, 1, 1)
+    except ValueError:
+        return None
+    return whole.total_seconds() - shift + float(found[3] or 0)
 
 
 def end_words(container: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 def start_spec(
     run: status.Run, facts: dict[str, Any], release_path: str, *, run_path: str, python: str
 ) -> dict[str, Any]:
-    """What the switch starts for `run`: ``{"argv": [...], "environment": {...}, "working_directory": ...}``.
+    """What the switch starts for `run`: ``{"argv", "environment", "working_directory", "devices"}``.
 
     `facts` is the probe's JSON, `release_path` the release's directory with ``app/trainer`` in it, `python`
     the interpreter that has the trainer's packages. The environment is complete and starts from nothing;
@@ -45,7 +45,12 @@ def start_spec(
     }
     if run.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.devices))
-    return {"argv": argv, "environment": environment, "working_directory": run_path}
+    return {
+        "argv": argv,
+        "environment": environment,
+        "working_directory": run_path,
+        "devices": [str(device) for device in run.devices or []],  # have to be free before it starts
+    }
 
 
 def search_path(python: str) -> str:

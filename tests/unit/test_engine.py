@@ -61,6 +61,7 @@ def test_only_the_clients_own_variables_are_handed_on():
         ("", None),
         (None, None),
         ("yesterday", None),
+        ("2026-13-01T00:00:00Z", None),
     ],
 )
 def test_the_engines_times_become_seconds(text: object, seconds: float | None):
