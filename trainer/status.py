@@ -15,6 +15,8 @@ metrics.jsonl        rank 0                   one line per logged step
 events/              rank 0                   TensorBoard event files
 request.json         deploy                   what is asked of a run in progress
 switch.json          switch                   the steps from the old run to this one
+container.json       switch                   which container it was started in, of a run in one
+boot.json            deploy                   how to start it again with the machine
 exit.json            launch                   how it ended
 ===================  =======================  =======================================================
 
