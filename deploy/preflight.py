@@ -47,7 +47,7 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
         *_unbuffered(facts.get("environment", {}), run.environment),
         *_open_secrets(run),
         _state(facts),
-        _disk(facts["state"], run),
+        _disk(survey, run),
         *_shared_memory(survey, run),
         *[Check("weights", False, *_halves(problem)) for problem in survey.weights_problems],
         *[Check("data", False, *_halves(problem)) for problem in survey.data_problems],
@@ -247,23 +247,26 @@ def _state(facts: Mapping[str, Any]) -> Check:
     )
 
 
-def _disk(state: Mapping[str, Any], run: RunSettings) -> Check:
+def _disk(survey: Survey, run: RunSettings) -> Check:
+    state = survey.facts["state"]
     need = DISK_COMMAND if run.command is not None else DISK_TOY if run.weights == TOY else DISK_MODEL
+    pushed = sum(copy.bytes for copy in (survey.weights, survey.data_copy) if copy and copy.action == "push")
     free = state.get("free_bytes")
-    if free is None or free >= need:
+    if free is None or free >= need + pushed:
         return Check("disk", True)
     return Check(
         "disk",
         False,
-        f"{state['root']} has {size(free)} free, but a run needs at least {size(need)} for "
-        "release, log and checkpoints",
+        f"{state['root']} has {size(free)} free, but a run needs at least {size(need + pushed)} for "
+        + ("what is pushed there, " if pushed else "")
+        + "release, log and checkpoints",
         "free some, or choose another place with state: in fabric.yaml",
     )
 
 
 def _shared_memory(survey: Survey, run: RunSettings) -> list[Check]:
     shm, weights = survey.facts["shm"], survey.weights
-    if weights is None or weights.action not in ("toy", "copy"):
+    if weights is None or weights.action not in ("toy", "copy", "push"):
         return [Check("shm", True)]
     found = []
     need = SHM_TOY if weights.action == "toy" else weights.bytes

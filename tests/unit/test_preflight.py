@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from deploy.weights import Weights
 
 TOY = "weights: toy\ntrainer: {}"
 COMMAND = "command: [a]"
+PUSHED = Weights("/d", "push", "/k/d@1", "d", "1", 6_000_000_000, "", "/k/d@1")
 MODEL = Weights("/m", "copy", "/dev/shm/drafthouse/m@1", "m", "1", 54_000_000_000, "/dev/shm/drafthouse")
 OTHER = ["python", "--output-dir", "/var/lib/drafthouse/names/demo/checkpoints"]
 
@@ -57,6 +59,10 @@ STOPS: list[tuple[str, str, dict, str]] = [
      "/var/lib/drafthouse has 12 MB free, but a run needs at least 500 MB for release, log and checkpoints; free some, or choose another place with state: in fabric.yaml"),
     ("disk command", COMMAND, {"found": facts(state={"free_bytes": 40_000_000})},
      "/var/lib/drafthouse has 40 MB free, but a run needs at least 50 MB for release, log and checkpoints; free some, or choose another place with state: in fabric.yaml"),
+    ("disk push", TOY, {"found": facts(state={"free_bytes": 5_000_000_000}), "data_copy": PUSHED},
+     "/var/lib/drafthouse has 5.0 GB free, but a run needs at least 6.5 GB for what is pushed there, release, log and checkpoints; free some, or choose another place with state: in fabric.yaml"),
+    ("shm push", TOY, {"found": facts(shm={"free_bytes": 50_000_000_000}), "weights": dataclasses.replace(MODEL, action="push")},
+     "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
     ("shm toy", TOY, {"found": facts(shm={"free_bytes": 1_000_000})},
      "/dev/shm/drafthouse has 1.0 MB free, but the weights need 20 MB; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
     ("shm model", TOY, {"found": facts(shm={"free_bytes": 50_000_000_000}), "weights": MODEL},
