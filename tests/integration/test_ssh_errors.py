@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import re
+import select
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 from testbed.gpubox import INNER_PORT, GpuBox
 
+from deploy import CHECKOUT
 from deploy.errors import DeployError
 from deploy.host import HostError, connect
 from deploy.settings import HostSettings
@@ -293,3 +301,73 @@ def test_an_address_that_might_reach_a_shell_is_refused(address):
     with pytest.raises(DeployError, match="is no address for ssh; write it like gpu-box") as error:
         connect(HostSettings(name="box", address=address))
     assert error.value.code == 2
+
+
+# -- let in ------------------------------------------------------------------------------------------------
+
+
+def test_a_key_in_an_agent_is_used(gpubox, tmp_path):
+    key = gpubox.key("in-agent", passphrase="secret", allowed="ada")
+    socket_path = gpubox.directory / "agent"
+    agent = subprocess.Popen(["ssh-agent", "-D", "-a", socket_path], stdout=subprocess.DEVNULL)
+    try:
+        ask = tmp_path / "ask"
+        ask.write_text("#!/bin/sh\necho secret\n")
+        ask.chmod(0o755)
+        variables = {
+            "SSH_AUTH_SOCK": str(socket_path),
+            "SSH_ASKPASS": str(ask),
+            "SSH_ASKPASS_REQUIRE": "force",
+        }
+        add = ["ssh-add", "-q", key]
+        for _ in range(200):
+            done = subprocess.run(add, env={**os.environ, **variables}, capture_output=True, text=True)
+            if done.returncode != 2:  # it listens
+                break
+            time.sleep(0.02)
+        assert done.returncode == 0, done.stderr
+        name = gpubox.alias("by-agent", User="ada", IdentityFile=key, IdentityAgent=socket_path)
+        host = Ssh(name)
+        assert host.run(["id", "-un"], timeout=30).text == "ada"
+        with host.bulk(["id", "-un"]) as process:
+            assert process.stdout.read() == b"ada\n"
+        host.close()
+    finally:
+        agent.terminate()
+        agent.wait(10)
+
+
+AT_A_TERMINAL = f"""\
+import sys
+sys.path.insert(0, {str(CHECKOUT)!r})
+from deploy.ssh import Ssh
+box = Ssh("asks")
+print("in as", box.run(["id", "-un"], timeout=30).text, flush=True)
+box.run(["sleep", "1000"], timeout=1000)
+"""
+
+
+def test_at_a_terminal_ssh_may_ask_for_the_passphrase_and_ctrl_c_still_works(gpubox):
+    key = gpubox.key("asked-for", passphrase="secret", allowed="ada")
+    gpubox.alias("asks", User="ada", IdentityFile=key)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL])
+    said = b""
+
+    def until(word: bytes) -> None:
+        nonlocal said
+        while word not in said:
+            assert select.select([terminal], [], [], 60)[0], said
+            said += os.read(terminal, 4096)
+
+    until(b"Enter passphrase for key")
+    os.write(terminal, b"secret\n")
+    until(b"in as ada")
+    os.write(terminal, b"\x03")
+    until(b"KeyboardInterrupt")
+    with contextlib.suppress(OSError):  # the end of a terminal, when nobody has it any more
+        while os.read(terminal, 4096):
+            pass
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (1, -signal.SIGINT, 130)
+    os.close(terminal)

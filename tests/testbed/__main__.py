@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 
-from . import base_image, engine, leftovers, needs
+from . import base_image, engine, gpubox, leftovers, needs
 from .docker import Docker
 from .place import TestbedError, work_directory
 
@@ -65,6 +65,8 @@ def up() -> int:
 
 def down() -> int:
     """take away what an interrupted session left"""
+    for number in gpubox.left():
+        gpubox.remove_namespace(number)
     lock = engine.take_lock()
     engine.stop_leftovers()
     engine.LOCK.unlink(missing_ok=True)

@@ -32,6 +32,7 @@ OTHER_PORT = 2222  # the same server
 INNER_PORT = 2200  # the same server, on the box's own loopback: only who jumps over the box gets there
 USERS = {"ada": "/bin/bash", "nobody-home": "/usr/sbin/nologin"}  # name: shell
 LOCKS = Path("/run/drafthouse-gpu-boxes")
+MOUNTED_ON = Path("/var/lib/drafthouse")
 _SUBNETS = 62  # 10.231.8.0/30 and following: as many boxes at once as there are
 
 
@@ -145,6 +146,10 @@ class GpuBox:
             self._process.wait(10)
             self._process = None
         shutil.rmtree(self.shm, ignore_errors=True)
+        with contextlib.suppress(
+            OSError
+        ):  # made to have something to mount on; not if there is anything in it
+            MOUNTED_ON.rmdir()
         if self.directory != Path():
             shutil.rmtree(self.directory, ignore_errors=True)
         if self._lock is not None:
@@ -242,7 +247,7 @@ class GpuBox:
 
     def _serve(self, seconds: float) -> None:
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd's empty directory for privilege separation
-        Path("/var/lib/drafthouse").mkdir(exist_ok=True)  # to have something to mount on
+        MOUNTED_ON.mkdir(exist_ok=True)
         box, root = self.directory, Path(pwd.getpwuid(0).pw_dir)
         steps = []
         for prefix in {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}:
@@ -253,7 +258,7 @@ class GpuBox:
         steps += [["mount", "--rbind", self.home, root], ["mount", "--bind", box / "home", "/home"]]
         steps += [["mount", "--bind", box / "etc" / name, f"/etc/{name}"] for name in ("passwd", "group")]
         steps += [["mount", "--bind", box / "etc" / "shadow", "/etc/shadow"]]
-        steps += [["mount", "--bind", box / "var-lib", "/var/lib/drafthouse"]]
+        steps += [["mount", "--bind", box / "var-lib", MOUNTED_ON]]
         steps += [["cd", "/"], ["exec", "/usr/sbin/sshd", "-D", "-f", box / "sshd_config", "-E", self.log]]
         script = " && ".join(" ".join(shlex.quote(str(word)) for word in step) for step in steps)
         # Not `ip netns exec`, which remounts /sys and so hides the cgroups.
@@ -313,6 +318,17 @@ def _take_number() -> tuple[int, int]:
             return descriptor, number
         os.close(descriptor)
     raise TestbedError(f"{_SUBNETS} gpu-boxes are up on this machine: wait for some to end")
+
+
+def left() -> list[int]:
+    """Numbers of boxes that are up although no session holds them."""
+    found = []
+    for namespace in Path("/run/netns").glob("drafthouse-box*"):
+        number = namespace.name.removeprefix("drafthouse-box")
+        with open(LOCKS / number, "w") as lock, contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.append(int(number))
+    return sorted(found)
 
 
 def remove_namespace(number: int, seconds: float = 10) -> None:

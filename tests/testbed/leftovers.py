@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from . import engine, network
+from . import engine, gpubox, network
 from .place import CHECKOUT, RUN, work_directory
 
 
@@ -17,6 +17,7 @@ def found() -> list[str]:
     lines += [f"cgroup {path}" for path in engine.cgroups()]
     if network.is_up():
         lines.append(f"network namespace {network.NAMESPACE}")
+    lines += [f"gpu-box {number}" for number in gpubox.left()]
     lines += [f"directory {path}" for path in (RUN, engine.LOCK) if path.exists()]
     return lines
 
