@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import recipe
 
-from deploy import sshconfig, yamlfile
+from deploy import sizes, sshconfig, yamlfile
 from deploy.errors import USAGE, DeployError, nearest
 from deploy.settings import HostSettings, Project, RunSettings, find_host, load_project, load_run
 
@@ -392,6 +392,69 @@ def test_an_ssh_configuration_that_includes_itself_ends(tmp_path: Path) -> None:
 def test_nearest_words_are_offered_once() -> None:
     assert nearest("demmo", ["demo", "demo", "exp"]) == "; did you mean demo?"
     assert nearest("qqq", ["demo"]) == ""
+
+
+# -- containers and devices --------------------------------------------------------------------------------
+
+BAD_CONTAINERS = {
+    "gpus: two": "gpus is 'two', but must be all, how many (0: none), or a list of devices like [0, 1]",
+    "gpus: -1": "gpus is -1, but must be all, how many (0: none), or a list of devices like [0, 1]",
+    "gpus: true": "gpus is true, but must be all, how many (0: none), or a list of devices like [0, 1]",
+    "gpus: [0, a]": "gpus is [0, 'a'], but must be all, how many (0: none), or a list of devices like [0, 1]",
+    "gpus: [1, 1]": "gpus is [1, 1], but names a device twice; name each once",
+    "memory: lots": "memory is 'lots', but must be a size, like 512m or 64g",
+    "memory: 0": "memory is 0, but must be a size, like 512m or 64g",
+    "shm_size: -1g": "shm_size is '-1g', but must be a size, like 512m or 64g",
+    "user: ada": "user is 'ada', but must be root or numbers like 1000:1000; a name means nothing in an image",
+    "image: {build: here}": "image.build is 'here', but must be host or local",
+    "image: {variant: cuda}": "image.variant is 'cuda', but must be auto, cpu or gpu",
+    "image: {base: 'a b'}": "image.base is 'a b', but must be an image's name, like debian:bookworm-slim",
+    "image: {use: --privileged}": "image.use is '--privileged', but must be an image's name, like debian:bookworm-slim",
+    "image: {torch_index_url: cpu}": "image.torch_index_url is 'cpu', but must be the address of a package index, like https://index.example/cpu",
+    "image: {torch_index_url: 'https://ada:pw@x/y'}": "image.torch_index_url holds a password, which would lie in the image and in the release; give pip's configuration to the build as a secret instead (docs/docker.md)",
+    "image: {tag: x}": "unknown key 'image.tag'; known are build, base, variant, torch_index_url or use",
+    "image: my/image:1": "image is 'my/image:1', but must be keys: build, base, variant, torch_index_url or use",
+    "image: {use: a, base: b}": "image has base beside use, but an image that is used as it is cannot be built; keep one",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD_CONTAINERS)
+def test_what_no_container_can_be_is_one_sentence(text: str, tmp_path: Path) -> None:
+    said = sentence(recipe, f"command: [a]\n{text}", tmp_path)
+    assert said.startswith("runs/demo.yaml:2: "), said
+    assert BAD_CONTAINERS[text] in said
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("gpus: all", "gpus", "all"),
+        ("gpus: [1, 0]", "gpus", [0, 1]),
+        ("gpus: []", "gpus", 0),
+        ("gpus:", "gpus", None),
+        ("memory: 1073741824", "memory", "1073741824"),
+        ("shm_size: 1.5 GiB", "shm_size", "1.5 GiB"),
+        ("user: 1000", "user", "1000:1000"),
+        ("user: 1000:100", "user", "1000:100"),
+    ],
+)
+def test_what_a_container_can_be_is_taken_as_it_is_meant(
+    text: str, key: str, value: object, tmp_path: Path
+) -> None:
+    assert getattr(recipe(f"command: [a]\n{text}", tmp_path).settings, key) == value
+
+
+def test_a_change_of_the_command_line_reaches_into_the_image(tmp_path: Path) -> None:
+    found = recipe("command: [a]", tmp_path, "image.build=local", "gpus=[0,1]").settings
+    assert (found.image.build, found.gpus) == ("local", [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [("64g", 64 << 30), ("512 MiB", 512 << 20), ("1.5G", 3 << 29), ("10kb", 10240), ("7", 7), ("0", None), ("x", None)],
+)  # fmt: skip
+def test_sizes_are_read_as_docker_reads_them(text: str, bytes_: int | None) -> None:
+    assert sizes.parse(text) == bytes_
 
 
 # -- the reference -----------------------------------------------------------------------------------------
