@@ -133,7 +133,7 @@ def main() -> int:
             who: percentile([row[column] / scale for row in rows], 50) for who, rows in figures.items()
         }
         record(
-            f"{words} of a change of the trainer on its way to another engine, {kind}",
+            f"{words} to ship a change of the trainer, {kind}",
             against,
             ours=medians["ours"],
             theirs=medians["theirs"],
