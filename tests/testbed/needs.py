@@ -18,7 +18,12 @@ ENGINE = {
     "mmdebstrap": "mmdebstrap",
     "rsync": "rsync",  # images are shipped with it
 }
-SSHD = {"/usr/sbin/sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
+SSHD = {
+    "/usr/sbin/sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "ip": "iproute2",  # the gpu-box's own address
+}
 BOOT = {"/lib/systemd/systemd": "systemd", "systemctl": "systemd", "crontab": "cron"}
 # Without these the product is tested in part only: its fallbacks, and no login shell but bash.
 ALWAYS = {"tini": "tini", "rsync": "rsync", "fish": "fish", "tcsh": "tcsh"}
