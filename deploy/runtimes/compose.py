@@ -259,14 +259,18 @@ def start_spec(
 
     The command returns when the container runs. `container` says by which labels it is found, `user` whom the
     run's directory is to belong to (None: whoever starts it), `devices` what has to be free.
+
+    Compose reads `current`, which the switch has pointed to the release by then, and so finds the container
+    unchanged if somebody types `docker compose up` there: a path is a part of what it compares.
     """
+    current = f"{layout.home}/current"
     return {
         "argv": [
-            *_compose(facts, release_path),
+            *_compose(facts, current),
             *("up", "--detach", "--no-build", "--pull", "never", "--force-recreate"),
         ],
         "environment": client_environment(facts),
-        "working_directory": release_path,
+        "working_directory": current,
         "container": {"project": project(layout.name), "service": SERVICE, "image": run.image},
         "user": _numbers(run.user, facts),
         "devices": list(run.devices or []),
