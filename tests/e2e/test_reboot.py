@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,70 @@ def test_a_run_saves_at_a_shutdown_goes_on_at_the_next_boot_and_also_after_a_pow
     assert box.machine.settled(box.unit) == "active"
     assert "run 0003-demo was stopped by ada@desk" in box.machine.printed()
     assert box.last().path == third.path
+
+
+COUNTING = """\
+command:
+- python
+- -c
+- |
+  import itertools, os, time
+  print("key", os.environ["KEY"][::-1], os.environ["GREETING"], flush=True)
+  for number in itertools.count():
+      print("line", number, flush=True)
+      time.sleep(0.05)
+environment: {GREETING: "50 % of $HOME"}
+secrets: {KEY: {env: KEY}}
+grace_seconds: 5
+"""
+
+
+def test_what_fab_deploy_puts_there_starts_the_run_again_with_its_secrets(box):
+    root = box.directory / "project"
+    (root / "runs").mkdir(parents=True)
+    for name in ("fabfile.py", "fabric.yaml"):
+        shutil.copy(CHECKOUT / name, root / name)
+    (root / "runs" / "demo.yaml").write_text(COUNTING)
+
+    said = []
+
+    def fab(*words: str) -> str:
+        variables = {
+            "PYTHONPATH": CHECKOUT,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "DRAFTHOUSE_STATE": box.root,
+            "DRAFTHOUSE_SHM": box.shm,
+            "HOME": root,
+            "TMPDIR": box.directory,
+            "KEY": "hunter2",
+        }
+        given = [f"{key}={value}" for key, value in variables.items()]
+        done = box.machine.run("env", "-C", str(root), *given, "fab", *words, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said.append(done.stderr)
+        return done.stdout
+
+    assert f"by {box.unit} after a reboot unless the last run finished" in fab("plan")
+    fab("deploy", "--no-follow")
+    assert f"{box.unit} starts the next run after a reboot (written)" in said[-1]
+    assert box.machine.settled(box.unit) == "active"
+    first = box.last()
+    until(lambda: "line 5" in box.log(first))
+    box.machine.power_cut()
+
+    box.machine.boot()
+    assert box.machine.settled(box.unit) == "active", box.machine.printed()
+    second = box.last()
+    assert second.path.name == "0002-demo"
+    until(lambda: "key 2retnuh 50 % of $HOME\n" in box.log(second))
+    assert fab("plan").startswith("unchanged: 0002-demo runs release ")
+    row = json.loads(fab("status", "--json"))[0]
+    assert (row["run_id"], row["drift"]) == ("0002-demo", [])
+    fab("stop")
+    box.machine.power_off()
+    box.machine.boot()
+    assert box.machine.settled(box.unit) == "active"
+    assert box.last().path == second.path
 
 
 def test_the_unit_of_somebody_else_is_never_touched(box):
