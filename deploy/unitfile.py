@@ -21,6 +21,8 @@ from deploy import files, machine
 from deploy.errors import DeployError
 
 SYSTEM = "/etc/systemd/system"
+RUNNING = "/run/systemd/system"  # is there exactly if systemd is PID 1
+LINGER = Path("/var/lib/systemd/linger")
 MARK = "# drafthouse: the unit of {name} in {state}"  # the first line of the template
 LINE = "# drafthouse: {name} in {state}"  # the end of a crontab's line
 TIMEOUT = 30.0
@@ -39,7 +41,7 @@ def install(state: str, name: str, text: str, program: str) -> str:
     link.parent.mkdir(parents=True, exist_ok=True)
     files.replace_link(link, os.path.basename(program))
     try:
-        if os.path.isdir("/run/systemd/system"):
+        if os.path.isdir(RUNNING):
             return user_unit(state, name, text) if os.geteuid() else system_unit(state, name, text)
         why = "there is no systemd"
     except Unable as error:
@@ -82,7 +84,7 @@ def system_unit(state: str, name: str, text: str) -> str:
 
 def user_unit(state: str, name: str, text: str) -> str:
     user = machine.user_name()
-    linger = Path("/var/lib/systemd/linger") / user
+    linger = LINGER / user
     if not linger.exists():
         call("loginctl", "enable-linger", user)
         if not linger.exists():
