@@ -30,7 +30,8 @@ def make(
     `run` holds the fields of `status.Run`; run_id, secrets_file and created are filled in here. `secrets` is
     the content of its secrets file, which nobody but its owner may read. `directories` are made if they are
     missing. With `owner`, a user and a group, all of these belong to it, as far as they lie below the name's
-    own directory or were made here. Raises DeployError, and leaves nothing, if that cannot be.
+    own directory or were made here; see `hand_over` for the run's. Raises DeployError, and leaves nothing, if
+    that cannot be.
     """
     state, name = Path(state_root), run["name"]
     home = state / "names" / name
@@ -52,7 +53,7 @@ def make(
             write_secrets(file, secrets, owner)
         made.write_run(whole)
         if owner:
-            os.chown(made.path, *owner)
+            hand_over(str(made.path), owner)
     except BaseException as error:
         discard(str(made.path), file)
         if isinstance(error, OSError):
@@ -61,6 +62,19 @@ def make(
             ) from None
         raise
     return {"path": str(made.path), "run": dataclasses.asdict(whole)}
+
+
+def hand_over(path: str, owner: list[int]) -> None:
+    """Let the user of a run write into its directory.
+
+    If we are root and it is not, it cannot replace what we have put there (the sticky bit): from boot.json
+    the run is started again with our rights, and not with those of what runs in a container.
+    """
+    if os.getuid() == 0 and owner[0] != 0:
+        os.chown(path, 0, owner[1])
+        os.chmod(path, 0o1775)
+    else:
+        os.chown(path, *owner)
 
 
 def discard(path: str, secrets_file: str | None = None) -> None:

@@ -12,7 +12,7 @@ import yaml
 from deployed import CHECKOUT, TRAINER, Place, until
 from testbed.docker import Docker
 
-from deploy import contained
+from deploy import contained, new_run
 from deploy.runtimes import process
 from trainer import status
 
@@ -39,7 +39,7 @@ class ContainerPlace(Place):
         if isinstance(command, str):
             command = ["python3", "-u", "-c", command]
         run = super().run_dir(command, name or self.name, runtime="compose", **fields)
-        os.chown(run.path, *USER)
+        new_run.hand_over(str(run.path), list(USER))
         return run
 
     def compose_file(self, release_id: str) -> Path:

@@ -368,6 +368,27 @@ def test_a_client_that_is_killed_in_mid_switch_changes_nothing(place, tmp_path):
     assert not old.alive()
 
 
+def test_what_runs_in_a_container_cannot_change_how_it_is_started_again(place):
+    """boot.json is carried out with the rights of whoever deployed, run.json says what runs."""
+    code = (
+        "import os\n"
+        "for name in ('boot.json', 'run.json', 'container.json'):\n"
+        "    for act in (os.unlink, lambda p: os.rename(p, p + '.old'), lambda p: open(p, 'a')):\n"
+        "        try:\n"
+        "            act(f'/run/drafthouse/{name}')\n"
+        "            print('changed', name)\n"
+        "        except PermissionError:\n"
+        "            print('refused', name)\n"
+    )
+    run = place.run_dir("import time\ntime.sleep(1)\n" + code)
+    status.write_json(run.path / "boot.json", {"schema": 1}, mode=0o600)
+    assert go(place, place.spec(run, heartbeats=False)).word == "done"
+    until(lambda: run.exit() and not run.alive())
+    assert run.exit().reason == "finished"
+    assert log(run).count(b"refused") == 9
+    assert b"changed" not in log(run)
+
+
 # -- the way back ------------------------------------------------------------------------------------------
 
 

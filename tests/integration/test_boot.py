@@ -336,7 +336,7 @@ def test_the_next_run_belongs_to_the_user_of_the_run(machine):
     power_cut(run)
     assert machine.boot().returncode == 0
     owner = machine.last().path.stat()
-    assert (owner.st_uid, owner.st_gid) == (10001, 10002)
+    assert (owner.st_uid, owner.st_gid, owner.st_mode & 0o7777) == (0, 10002, 0o1775)
 
 
 def test_a_run_that_dies_at_once_is_told_and_the_exit_code_says_so(machine):
