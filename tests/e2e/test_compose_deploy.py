@@ -1,0 +1,140 @@
+"""The whole deploy of a container to another machine: by SSH, to a real engine, as people type it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployed import CHECKOUT, Place, until
+
+from trainer import status
+
+FAB = [str(Path(sys.executable).with_name("fab"))]
+NAME = "remote1"
+pytestmark = [pytest.mark.engine, pytest.mark.sshd, pytest.mark.root, pytest.mark.slow]
+
+# Any training command in an image of one's own; it has Python, and that is all.
+COUNTING = """\
+name: remote1
+image: {use: "IMAGE"}
+command:
+- python3
+- -c
+- |
+  import itertools, os, time
+  print("user", os.getuid(), "level", os.environ["LEVEL"], "secret", os.environ.get("TOKEN"), flush=True)
+  open(os.environ["DRAFTHOUSE_CHECKPOINTS"] + "/mark", "a").write("x")
+  for number in itertools.count():
+      print("line", number, flush=True)
+      time.sleep(0.05)
+environment: {LEVEL: "one ; $(id) ${HOME} 'two'"}
+secrets: {TOKEN: {env: MINE}}
+grace_seconds: 5
+"""
+
+
+class Remote:
+    def __init__(self, box: Any, root: Path, engine: Any) -> None:
+        self.box, self.root, self.engine = box, root, engine
+
+    def run(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        own = {
+            "PYTHONPATH": str(CHECKOUT),
+            "PATH": f"{Path(FAB[0]).parent}:{os.environ['PATH']}",
+            "HOME": str(self.root),
+            "DRAFTHOUSE_BOOT": "no",
+            "MINE": "hunter2",
+            **self.box.environment,
+        }
+        return subprocess.run(
+            [*FAB, *words, "--host", "gpu-box", "--name", NAME, "--run", "demo"],
+            cwd=self.root,
+            env={**os.environ, **own, **more},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    def ok(self, *words: str, **more: str) -> str:
+        done = self.run(*words, **more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @property
+    def runs(self) -> list[status.RunDir]:
+        return status.list_runs(self.box.state / "runs", NAME)
+
+    def log(self, run: status.RunDir) -> str:
+        return "".join(path.read_text() for path in sorted(run.log.glob("*.log")))
+
+    def containers(self) -> list[str]:
+        out = self.engine.run(
+            "ps", "-a", "-q", "--filter", f"label=com.docker.compose.project=drafthouse-{NAME}"
+        )
+        return str(out).split()
+
+
+@pytest.fixture
+def remote(docker_box: Any, engine: Any, tmp_path: Path) -> Iterator[Remote]:
+    made = Remote(docker_box, docker_box.project(tmp_path / "project"), engine)
+    (made.root / "runs" / "demo.yaml").write_text(COUNTING.replace("IMAGE", "python:3.11-slim-bookworm"))
+    try:
+        yield made
+    finally:
+        for container in made.containers():
+            engine.run("rm", "-f", container)
+        Place(docker_box.state).end_all()
+        for place in (docker_box.state, docker_box.shm):
+            shutil.rmtree(place, ignore_errors=True)
+        docker_box.state.mkdir()
+
+
+def test_a_container_is_deployed_left_alone_changed_and_stopped_on_another_machine(remote: Remote) -> None:
+    planned = remote.ok("plan")
+    assert "compose: Docker Engine" in planned
+    assert remote.containers() == []
+    assert remote.ok("deploy", "--no-follow").startswith(planned)
+    first = remote.runs[0]
+    until(lambda: "line 3\n" in remote.log(first))
+    assert "user 10001 level one ; $(id) ${HOME} 'two' secret hunter2\n" in remote.log(first)
+    assert (remote.box.state / "names" / NAME / "checkpoints" / "mark").read_text() == "x"
+    assert first.path.stat().st_gid == 10001
+    assert len(remote.containers()) == 1
+    before = remote.containers()
+    boot = json.loads((first.path / "boot.json").read_text())
+    assert boot["spec"]["start"]["container"]["project"] == f"drafthouse-{NAME}"
+    assert "hunter2" not in json.dumps(boot)
+
+    again = remote.ok("deploy", "--no-follow")
+    assert again.startswith(f"unchanged: {first.path.name} runs release "), again
+    assert (remote.containers(), len(remote.runs)) == (before, 1)
+
+    changed = remote.ok("restart", "--no-follow", "--set", "environment.LEVEL=three")
+    assert "→ three" in changed
+    second = remote.runs[1]
+    until(lambda: "level three" in remote.log(second))
+    assert not first.alive()
+    assert first.exit().reason == "stopped"
+    assert len(remote.containers()) == 1
+    remote.ok("stop")
+    assert not second.alive()
+
+
+def test_what_the_container_cannot_do_is_found_before_the_run_in_progress_is_touched(remote: Remote) -> None:
+    remote.ok("deploy", "--no-follow")
+    first = remote.runs[0]
+    text = (remote.root / "runs" / "demo.yaml").read_text()
+    (remote.root / "runs" / "demo.yaml").write_text(text.replace("- python3\n", "- no-such-program\n"))
+    done = remote.run("restart", "--no-follow")
+    assert done.returncode == 1
+    assert "there is no program no-such-program in the image" in done.stderr
+    assert first.alive()
+    assert len(remote.runs) == 1
