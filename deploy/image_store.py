@@ -139,8 +139,8 @@ def build(
 def _watch_build(argv: Sequence[str], where: str, timeout: float, progress: Progress) -> None:
     # Plain lines instead of a screen that is redrawn; and the engine's own builder, whose images it can use
     # at once, whatever buildx is set to.
-    own = {"BUILDKIT_PROGRESS": "plain", "BUILDX_BUILDER": "default", "COMPOSE_BAKE": "false"}
-    environment = {**os.environ, **own}
+    chosen = {"BUILDKIT_PROGRESS": "plain", "BUILDX_BUILDER": "default", "COMPOSE_BAKE": "false"}
+    environment = {**os.environ, **chosen, "DOCKER_BUILDKIT": "1"}
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
@@ -500,8 +500,13 @@ def _feed(
 
 
 def archive(directory: Path, blobs: Sequence[Sequence[Any]], reference: str) -> Iterator[bytes]:
-    """The blocks of a tar of the image: every engine since 1.10 reads this kind."""
-    *layers, configuration = [name for name, _ in blobs]
+    """The blocks of a tar of the image: every engine since 1.10 reads this kind.
+
+    Its files are in a directory that no other load has. An engine with containerd's image store takes in each
+    file under its name in the archive, and where a load was interrupted that name stays locked.
+    """
+    own = f"{time.time_ns():x}"
+    *layers, configuration = [f"{own}/{name}" for name, _ in blobs]
     manifest = [{"Config": configuration, "RepoTags": [reference], "Layers": layers}]
     described = json.dumps(manifest).encode()
     yield _header("manifest.json", len(described)) + described
@@ -511,7 +516,7 @@ def archive(directory: Path, blobs: Sequence[Sequence[Any]], reference: str) -> 
         if name in seen:  # an empty layer may be there twice
             continue
         seen.add(name)
-        yield _header(name, count)
+        yield _header(f"{own}/{name}", count)
         with open(directory / name, "rb") as file:
             while block := file.read(BLOCK):
                 yield block

@@ -5,7 +5,8 @@ It sits in a network namespace without any way out, so that what it has can only
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
+import os
 import shutil
 import signal
 import subprocess
@@ -19,13 +20,15 @@ PLACE = RUN.with_name(f"{RUN.name}-2")  # known to engine.stop_leftovers by the 
 
 
 class SecondEngine:
-    """An empty engine; all of it goes with `stop`. One at a time, under the lock of the first."""
+    """An empty engine; all of it goes with `stop`. One of a `place` at a time, under the lock of the first."""
 
-    def __init__(self) -> None:
-        self.data = work_directory() / "engine-2"
-        self.socket = PLACE / "docker.sock"
-        self.log = work_directory() / "dockerd-2.log"
+    def __init__(self, place: Path = PLACE) -> None:
+        self.place = place
+        self.data = work_directory() / f"engine-{place.name.rpartition('-')[2]}"
+        self.socket = place / "docker.sock"
+        self.log = work_directory() / f"dockerd-{place.name.rpartition('-')[2]}.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
 
     @property
     def url(self) -> str:
@@ -35,11 +38,15 @@ class SecondEngine:
     def start(self, seconds: float = 60) -> None:
         """Bring it up and wait until it answers. Raises TestbedError, with its last lines, if it does not."""
         self._remove()
-        PLACE.mkdir(mode=0o755)
+        self.place.mkdir(mode=0o755)
         self.data.mkdir(parents=True)
         mount_cgroups()
-        inside = ["--data-root", str(self.data), "--exec-root", str(PLACE / "exec")]
-        inside += ["--pidfile", str(PLACE / "dockerd.pid"), "--host", self.url]
+        self.switch_on(seconds)
+
+    def switch_on(self, seconds: float = 60) -> None:
+        """Bring it up with what it has. Raises TestbedError, with its last lines, if it does not come."""
+        inside = ["--data-root", str(self.data), "--exec-root", str(self.place / "exec")]
+        inside += ["--pidfile", str(self.place / "dockerd.pid"), "--host", self.url]
         inside += ["--cgroup-parent", f"/{CGROUP}"]
         script = 'ip link set lo up && exec /usr/sbin/dockerd "$@"'
         with open(self.log, "wb") as log:
@@ -60,32 +67,26 @@ class SecondEngine:
 
     def stop(self) -> None:
         """End it and remove all that it had."""
+        self.switch_off()
+        self._remove()
+
+    def switch_off(self, seconds: float = 20) -> None:
+        """End it as an init system does: with TERM, after which it stops its containers."""
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)  # a test may have halted it
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(seconds)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(10)
             self.process = None
-        self._remove()
 
     def _remove(self) -> None:
         with open("/proc/self/mounts", encoding="utf-8") as table:
             points = [line.split(" ")[1].replace("\\040", " ") for line in table]
         for point in sorted(points, key=len, reverse=True):
-            if point.startswith((f"{PLACE}/", f"{self.data}/")):
+            if point.startswith((f"{self.place}/", f"{self.data}/")):
                 run(["umount", "-l", point], check=False)
-        for directory in (PLACE, self.data):
+        for directory in (self.place, self.data):
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def end_of(pid: int, seconds: float = 10) -> None:
-    """Wait until the process `pid`, which need not be our child, is gone."""
-    deadline = time.monotonic() + seconds
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return
-        time.sleep(0.02)

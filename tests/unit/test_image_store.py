@@ -134,6 +134,16 @@ def test_the_archive_has_each_layer_once_and_the_tag_of_the_image(tmp_path: Path
     assert manifest[0]["RepoTags"] == ["drafthouse:x"]
 
 
+def test_two_loads_share_no_name_that_an_engine_could_have_left_locked(tmp_path: Path) -> None:
+    (tmp_path / blob(CONFIGURATION)[0]).write_bytes(CONFIGURATION)
+    names = []
+    for _ in range(2):
+        whole = b"".join(image_store.archive(tmp_path, [blob(CONFIGURATION)], "drafthouse:x"))
+        with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
+            names.append(set(archive.getnames()) - {"manifest.json"})
+    assert not names[0] & names[1]
+
+
 BUILDKIT = """\
 time="2026-11-29T10:00:00Z" level=warning msg="a warning of Compose's"
 #1 [image internal] load build definition from Dockerfile
