@@ -17,6 +17,7 @@ from .place import RUN, TestbedError, run, work_directory
 
 LOCK = RUN.with_suffix(".lock")
 CGROUP = "drafthouse-testbed"
+FURTHER = (2, 3)  # the engines of other machines, see testbed.second
 CGROUPS = Path("/sys/fs/cgroup")
 CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids")
 
@@ -149,7 +150,8 @@ def processes() -> list[tuple[int, str]]:
 
 def mounts() -> list[str]:
     """Mount points of our engine, deepest first."""
-    roots = [str(RUN), f"{RUN}-2", str(work_directory() / "engine"), str(work_directory() / "engine-2")]
+    places = [str(RUN), str(work_directory() / "engine")]  # and those of further engines, engine-2 and on
+    roots = [*places, *(f"{place}-{number}" for place in places for number in FURTHER)]
     with contextlib.suppress(OSError):
         roots.append((RUN / "data").read_text())
     with open("/proc/self/mounts", encoding="utf-8") as table:
@@ -172,7 +174,7 @@ def stop_leftovers() -> None:
         for directory, _, _ in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
-    for place in (RUN, RUN.with_name(f"{RUN.name}-2")):
+    for place in (RUN, *(RUN.with_name(f"{RUN.name}-{number}") for number in (2, 3))):
         shutil.rmtree(place, ignore_errors=True)
 
 

@@ -20,7 +20,7 @@ PLACE = RUN.with_name(f"{RUN.name}-2")  # known to engine.stop_leftovers by the 
 
 
 class SecondEngine:
-    """An empty engine; all of it goes with `stop`. One of a `place` at a time, under the lock of the first."""
+    """An empty engine; all of it goes with `stop`. One of a `place` at a time: others wait for it."""
 
     def __init__(self, place: Path = PLACE) -> None:
         self.place = place
@@ -37,6 +37,10 @@ class SecondEngine:
 
     def start(self, seconds: float = 60) -> None:
         """Bring it up and wait until it answers. Raises TestbedError, with its last lines, if it does not."""
+        work_directory().mkdir(parents=True, exist_ok=True)
+        lock = work_directory() / f"{self.data.name}.lock"
+        self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._remove()
         self.place.mkdir(mode=0o755)
         self.data.mkdir(parents=True)
@@ -69,6 +73,9 @@ class SecondEngine:
         """End it and remove all that it had."""
         self.switch_off()
         self._remove()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def switch_off(self, seconds: float = 20) -> None:
         """End it as an init system does: with TERM, after which it stops its containers."""
