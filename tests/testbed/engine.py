@@ -174,7 +174,7 @@ def stop_leftovers() -> None:
         for directory, _, _ in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
-    for place in (RUN, *(RUN.with_name(f"{RUN.name}-{number}") for number in (2, 3))):
+    for place in (RUN, *(RUN.with_name(f"{RUN.name}-{number}") for number in FURTHER)):
         shutil.rmtree(place, ignore_errors=True)
 
 
