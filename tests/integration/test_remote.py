@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -308,3 +309,26 @@ def test_ctrl_c_in_a_tail_ends_it_and_its_reader_there_and_nothing_else(remote: 
     assert (tail.returncode, "Traceback" in errors) == (130, False)
     assert remote.runs[0].alive()
     until(lambda: len(remote.box.pids()) <= before)
+
+
+# -- a full disk -------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_stopped_there_although_the_disk_is_full(gpubox: Any, tmp_path: Path) -> None:
+    state = Path(tempfile.mkdtemp(prefix="full-", dir=gpubox.directory))
+    inside = ["nsenter", f"--mount=/proc/{gpubox.pids()[0]}/ns/mnt"]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(state)]
+    subprocess.run([*inside, *mount], check=True)
+    remote = Remote(gpubox, gpubox.project(tmp_path / "project", runtime="process", state=str(state)))
+    remote.file(COUNTING)
+    try:
+        remote.ok("deploy", "--no-follow")
+        fill = f"head -c 1G /dev/zero > {state}/fill; df --output=avail {state} | tail -1"
+        done = subprocess.run([*inside, "sh", "-c", fill], capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == "0"
+        remote.ok("stop")
+        shown = remote.ok("runs")
+        assert "stopped" in shown, shown
+    finally:
+        remote.run("stop")
+        subprocess.run([*inside, "umount", "-l", str(state)], check=True)
