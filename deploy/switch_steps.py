@@ -20,7 +20,7 @@ from trainer import status
 
 KILL_MARGIN = 10.0  # seconds that launch gets beyond the run's grace to kill the trainer and write exit.json
 GONE_TIMEOUT = 10.0  # seconds after a KILL
-START_TIMEOUT = 30.0  # seconds until launch holds the run's lock
+START_TIMEOUT = 60.0  # seconds until launch holds the run's lock; an image may come from a cold disk
 FIRST_STEP_TIMEOUT = 3600.0  # seconds; loading and compiling a large target takes many minutes
 DEVICES_TIMEOUT = 60.0  # seconds until those who have this name's devices open have closed them
 LOOK_AT_DEVICES = 0.25  # seconds between two looks through all processes
@@ -315,12 +315,23 @@ class Switch:
     def wait_for_launch(self) -> None:
         """Until launch holds the run's lock. Raises Failed if it ends before."""
         new = self.run()
-        began = wait(lambda: new.alive() or self.end_of_run(), START_TIMEOUT)
+        seconds = self.spec.get("start_timeout_seconds", START_TIMEOUT)
+        began = wait(lambda: new.alive() or self.end_of_run(), seconds)
         if not began:
-            raise Failed(f"run {new.path.name} did not begin within {START_TIMEOUT:g} s", self.last_words())
+            words = self.last_words()
+            self.give_up()
+            raise Failed(f"run {new.path.name} did not begin within {seconds:g} s and was ended", words)
         if began is not True and not new.exit():
             raise Failed(began, self.last_words())
         self.started()
+
+    def give_up(self) -> None:
+        """End what was started, so that it does not begin after all while something else runs."""
+        with contextlib.suppress(OSError):
+            if self.container:
+                self.container.signal(signal.SIGKILL)
+            elif self.process:
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def first_line(self) -> tuple[str, str]:
         return "ok", self.wait_for(lambda: "".join(first_lines(self.run(), 1)), "line of output")

@@ -14,7 +14,7 @@ import deployed
 import pytest
 from deployed import CHECKOUT, HOST, TRAINER, Place, steps, until
 
-from deploy import switch
+from deploy import procfs, switch
 from trainer import status
 
 DIES = "import sys; print('CUDA error: no kernel image'); sys.exit(3)"
@@ -120,6 +120,18 @@ def test_a_run_that_dies_before_its_first_step_gives_way_to_the_release_before(p
     assert again["spec"]["run_path"] == str(restored.path)
     assert str(old.path) not in json.dumps(again)
     assert (restored.path / "boot.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_hangs_before_it_begins_is_ended_before_the_release_before_starts_again(place, old, tmp_path):
+    place.release("bbbbbbbbbbbb")
+    made = place.spec(place.run_dir(), old, "bbbbbbbbbbbb", rollback=before(place, old))
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
+    made["start"]["argv"] = [sys.executable, "-c", code]
+    outcome = go({**made, "start_timeout_seconds": 2.0})
+    assert "did not begin within 2 s and was ended" in outcome.reason
+    assert outcomes(outcome)["rollback"] == "ok", outcome
+    process = procfs.stat(int((tmp_path / "pid").read_text()))
+    assert process is None or process["state"] == "Z"
 
 
 def test_the_restored_run_gets_its_secrets_again(place, old, tmp_path):
