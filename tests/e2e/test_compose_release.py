@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ from deploy.image import Image
 from deploy.release import Layout, Release
 from deploy.runtimes import compose
 from deploy.settings import HostSettings
+from deploy.weights import Weights
 from trainer import status
 
 pytestmark = [pytest.mark.engine, pytest.mark.root]
@@ -98,6 +101,7 @@ class Place:
     def start(self, made: Release, run: status.Run) -> status.RunDir:
         """What the switch does with the start of a container, in short."""
         path = self.layout.release(made.id)
+        files.replace_link(Path(self.layout.home, "current"), f"releases/{made.id}")
         spec = compose.start_spec(run, self.facts, self.layout, path, self.path(run))
         done = subprocess.run(
             spec["argv"],
@@ -254,7 +258,10 @@ told = {
     "caps": [line for line in open("/proc/self/status") if line.startswith(("CapEff", "NoNewPrivs"))],
     "shm": os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize, "written": [],
 }
-for path in ("/", "/usr", "/opt/drafthouse", "/tmp", where, os.environ["DRAFTHOUSE_CHECKPOINTS"], "/dev/shm"):
+weights = os.environ["DRAFTHOUSE_WEIGHTS"]
+told["weights"] = os.listdir(weights)
+checkpoints = os.environ["DRAFTHOUSE_CHECKPOINTS"]
+for path in ("/", "/usr", "/opt/drafthouse", weights, "/tmp", where, checkpoints, "/dev/shm"):
     try:
         open(os.path.join(path, "x"), "w").close()
         told["written"].append(path)
@@ -268,24 +275,47 @@ while True:
 """
 
 
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """A weights directory where weights are: below the host's /dev/shm."""
+    directory = Path(tempfile.mkdtemp(prefix="drafthouse-test-", dir="/dev/shm"))
+    directory.chmod(0o755)
+    weights = directory / "w@0123"
+    weights.mkdir()
+    (weights / "config.json").write_text("{}")
+    yield weights
+    shutil.rmtree(directory)
+
+
+# The image's own user where root deploys; a deployer's uid, which no image knows.
+@pytest.mark.parametrize("uid", [0, 4321])
 def test_a_run_in_a_container_has_its_places_its_user_and_no_more(
-    base_images: Docker, place: Callable[[str], Place], tmp_path: Path
+    uid: int, base_images: Docker, place: Callable[[str], Place], shared_memory: Path, tmp_path: Path
 ) -> None:
     here = place("cmprun")
+    inside = uid or compose.IMAGE_USER
     command = json.dumps(["python3", "-c", TELL])
     text = f"image: {{use: '{PYTHON_IMAGE}'}}\ncommand: {command}\nsecrets: {{KEY: env}}\n"
-    made = here.release(text, tmp_path)
-    places = {"DRAFTHOUSE_CHECKPOINTS": here.layout.checkpoints, "NOTE": HOSTILE}
-    run = here.run(made, environment=places, secrets=["KEY"], secrets_file=here.layout.secrets("0001-cmprun"))
+    staged = Weights("w", "present", str(shared_memory))
+    made = here.release(text, tmp_path, facts={"uid": uid, "gid": uid}, weights=staged)
+    places = {
+        "DRAFTHOUSE_CHECKPOINTS": here.layout.checkpoints,
+        "DRAFTHOUSE_WEIGHTS": str(shared_memory),
+        "NOTE": HOSTILE,
+    }
+    run = here.run(
+        made, inside, environment=places, secrets=["KEY"], secrets_file=here.layout.secrets("0001-cmprun")
+    )
     secret = Path(here.layout.secrets("0001-cmprun"))
     secret.write_text("KEY=hunter2\n")
     secret.chmod(0o400)
-    os.chown(secret, compose.IMAGE_USER, compose.IMAGE_USER)
+    os.chown(secret, inside, inside)
     files.replace_link(Path(here.layout.home, "secrets"), secret.name)
     assert here.trial(made, run)[0] == 0
     directory = here.start(made, run)
     told = json.loads(until(lambda: read(directory.path / "told.json")))
-    assert (told["uid"], told["key"], told["note"]) == (compose.IMAGE_USER, "hunter2", HOSTILE)
+    assert (told["uid"], told["key"], told["note"]) == (inside, "hunter2", HOSTILE)
+    assert told["weights"] == ["config.json"], "the host's, below the container's own /dev/shm"
     assert (told["where"], told["cwd"], told["unbuffered"]) == ("/run/drafthouse", "/run/drafthouse", "1")
     assert told["written"] == ["/tmp", "/run/drafthouse", here.layout.checkpoints, "/dev/shm"]
     assert [line.split()[1] for line in told["caps"]] == ["0000000000000000", "1"]

@@ -253,6 +253,19 @@ def test_a_release_of_a_container_has_what_starts_it_and_no_code_that_is_in_the_
     ]
     assert b'image: "drafthouse:0123456789ab"\n' in made.files["compose.yaml"]
     assert made.command[:4] == ("python", "-u", "-m", "trainer")
+    service = yaml.safe_load(made.files["compose.yaml"])["services"]["trainer"]
+    # Unbuffered, devices as nvidia-smi numbers them, and a home for a user that the image does not know.
+    assert service["environment"] == {
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "DRAFTHOUSE_SECRETS_FILE": "/run/drafthouse-secrets",
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "LOGNAME": "drafthouse",
+        "USER": "drafthouse",
+    }
+    assert service["working_dir"] == "/run/drafthouse"
+    assert service["stop_grace_period"] == "70s"
     assert (
         "image: drafthouse:0123456789ab\nuser: 10001:10001\ndevices: []\n" in made.files["run.yaml"].decode()
     )
