@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import in_container
 import pytest
 import yaml
 from deployed import HOST, TRAINER, steps, until
-from in_container import USER, ContainerPlace
+from in_container import IMAGE, USER, ContainerPlace
 from testbed.docker import Docker
+from testbed.second import PLACE, SecondEngine
 
 from deploy import boot, bootunit, onhost, switch
 from trainer import status
@@ -37,11 +40,39 @@ RESUMES = (
 )
 
 
+@pytest.fixture(scope="module")
+def restarted(base_images: Docker) -> Iterator[SecondEngine]:
+    """An engine of our own, to be switched off and on, with the image that runs are made of."""
+    own = SecondEngine(PLACE.with_name(PLACE.name.replace("-2", "-3")))
+    own.start()
+    try:
+        client, there = base_images.command[0], Docker(own.url).environment
+        with subprocess.Popen(
+            [client, "save", IMAGE],
+            env={**os.environ, **base_images.environment},
+            stdout=subprocess.PIPE,
+        ) as save:
+            load = [client, "load"]
+            subprocess.run(load, env={**os.environ, **there}, stdin=save.stdout, check=True, timeout=300)
+        yield own
+    finally:
+        own.stop()
+
+
 @pytest.fixture
 def place(tmp_path: Path, base_images: Docker, monkeypatch) -> Iterator[ContainerPlace]:
     monkeypatch.setenv("DOCKER_HOST", base_images.environment["DOCKER_HOST"])
     monkeypatch.setenv("DOCKER_CONFIG", base_images.environment["DOCKER_CONFIG"])
     yield from in_container.place(tmp_path, base_images, NAME)
+
+
+@pytest.fixture
+def box(tmp_path: Path, restarted: SecondEngine, monkeypatch) -> Iterator[ContainerPlace]:
+    """The same on the engine that is restarted."""
+    docker = Docker(restarted.url)
+    monkeypatch.setenv("DOCKER_HOST", docker.environment["DOCKER_HOST"])
+    monkeypatch.setenv("DOCKER_CONFIG", docker.environment["DOCKER_CONFIG"])
+    yield from in_container.place(tmp_path, docker, NAME)
 
 
 def deploy(place: ContainerPlace, **more) -> status.RunDir:
@@ -156,3 +187,21 @@ def test_an_engine_that_does_not_come_up_is_one_sentence_and_nothing_is_left(pla
     assert "the container engine did not come up within 1 s" in done.stderr
     assert done.stderr.count("\n") == 1
     assert last(place).path == first.path
+
+
+def test_an_engine_that_is_restarted_takes_the_run_with_it_and_boot_brings_the_next_one(box, restarted):
+    first = deploy(box)
+    until(lambda: steps(first) > 5)
+    restarted.switch_off(60)
+    assert not first.alive()
+    assert first.exit().asked_by == "SIGTERM"
+    # The unit is started with the machine, and waits for the engine.
+    done: list[subprocess.CompletedProcess[str]] = []
+    unit = threading.Thread(target=lambda: done.append(booted(box)))
+    unit.start()
+    restarted.switch_on()
+    unit.join()
+    assert done[0].returncode == 0, done
+    second = last(box)
+    assert second.path.name == f"0002-{NAME}"
+    assert f"begins at step {saved(box)}\n" in log(second)
