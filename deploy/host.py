@@ -253,10 +253,10 @@ def connect(settings: Address, *, accept_new_host_key: bool = False) -> Local | 
     address = settings.address or settings.name
     if address in LOCAL_NAMES:
         return Local(settings.name)
-    from deploy.ssh import Ssh  # here, because it builds on what is above
+    from deploy import ssh  # here, because it builds on what is above
 
     python = getattr(settings, "python_for_tools", None) or "python3"
-    return Ssh(settings.name, address, python, accept_new_host_key=accept_new_host_key)
+    return ssh.reach(settings.name, address, python, accept_new_host_key=accept_new_host_key)
 
 
 @contextlib.contextmanager

@@ -84,6 +84,7 @@ class Ssh:
         self._place: _Place | None = None
         self._master: _Master | None = None
         self._stream: subprocess.Popen[bytes] | None = None
+        self._failed: HostError | None = None  # of a connection that was begun
 
     def __repr__(self) -> str:
         return f"Ssh({self.name!r}, {self.address!r})"
@@ -93,6 +94,9 @@ class Ssh:
     def connect(self) -> None:
         """Connect, unless there is a connection. Raises HostError, with what to do, if that fails."""
         with self._connecting:
+            if self._failed is not None:
+                failed, self._failed = self._failed, None
+                raise failed
             if self._master is not None and self._master.alive():
                 return
             self._end_master()
@@ -110,6 +114,21 @@ class Ssh:
                 if not self._patient(began) or not sshfailure.is_busy(errors):
                     raise HostError(sshfailure.explain(self.name, self.address, errors))
                 time.sleep(random.uniform(0.1, 0.3) * 2 ** min(attempt, 3))  # not in step with others
+
+    def begin(self) -> None:
+        """Connect while something else is done. Whether that fails is told at the first use."""
+        locked = threading.Event()
+
+        def work() -> None:
+            with self._connecting:
+                locked.set()
+                try:
+                    self.connect()
+                except HostError as error:
+                    self._failed = error
+
+        threading.Thread(target=work, daemon=True).start()
+        locked.wait()
 
     def lost(self) -> bool:
         return self._master is not None and not self._master.alive()
@@ -394,6 +413,26 @@ class Ssh:
 
 
 _FROM_STDIN = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv[1])), 'files', 'exec'))"
+
+
+_begun: dict[tuple[str, bool], Ssh] = {}
+
+
+def begin(name: str, address: str, *, accept_new_host_key: bool = False) -> None:
+    """Begin to connect to `address`, for the `reach` that will come."""
+    if (address, accept_new_host_key) not in _begun:
+        host = Ssh(name, address, accept_new_host_key=accept_new_host_key)
+        _begun[address, accept_new_host_key] = host
+        host.begin()
+
+
+def reach(name: str, address: str, python: str, *, accept_new_host_key: bool = False) -> Ssh:
+    """The host at `address`: the one whose connection was begun, if it was."""
+    host = _begun.pop((address, accept_new_host_key), None)
+    if host is None:
+        return Ssh(name, address, python, accept_new_host_key=accept_new_host_key)
+    host.name, host.python = name, python
+    return host
 
 
 class _Place:

@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from testbed.gpubox import ALIAS, JUMP, SLOW, GpuBox
 
-from deploy import CHECKOUT
-from deploy.host import HostError, Local
+from deploy import CHECKOUT, early, ssh
+from deploy.host import HostError, Local, connect
+from deploy.settings import HostSettings
 from deploy.ssh import LostError, Ssh
 
 pytestmark = [pytest.mark.root, pytest.mark.sshd]
@@ -633,3 +634,35 @@ def test_rsync_reaches_the_host_whatever_its_login_prints(box, there, tmp_path):
     assert (there / "a b").read_bytes() == (tmp_path / "big").read_bytes()
     subprocess.run([*rsync, f"whatever:{there}/a b", str(tmp_path / "back")], check=True, timeout=60)
     assert (tmp_path / "back").read_bytes() == (tmp_path / "big").read_bytes()
+
+
+# -- begun early -------------------------------------------------------------------------------------------
+
+
+def test_a_connection_that_was_begun_early_is_the_one_that_is_used(gpubox, tmp_path):
+    before = logins(gpubox)
+    (tmp_path / "fabric.yaml").write_text("drafthouse: {hosts: {gpu-box: {address: root@gpu-box}}}\n")
+    early.begin("gpu-box", tmp_path)
+    early.begin("gpu-box", tmp_path)
+    host = connect(HostSettings(name="gpu-box", address="root@gpu-box"))
+    assert host.run(["echo", "in"], timeout=30).text == "in"
+    assert (host.name, host.python) == ("gpu-box", "python3")
+    assert logins(gpubox) == before + 1
+    host.close()
+
+
+def test_what_kept_a_connection_from_being_begun_is_told_by_its_first_use_and_once(gpubox, tmp_path):
+    name = gpubox.alias("late", HostName="127.0.0.1", Port=1)
+    early.begin(name, tmp_path)
+    host = connect(HostSettings(name=name, address=name))
+    with pytest.raises(HostError, match=r"^late: 127.0.0.1 port 1 refuses the connection"):
+        host.run(["true"], timeout=30)
+    gpubox.alias("late")
+    assert host.run(["echo", "in"], timeout=30).text == "in"
+    host.close()
+
+
+@pytest.mark.parametrize("name", [None, "localhost", "-oProxyCommand=id", "a b"])
+def test_nothing_is_begun_for_this_machine_or_for_what_is_no_host(tmp_path, name):
+    early.begin(name, tmp_path)
+    assert ssh._begun == {}
