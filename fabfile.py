@@ -19,6 +19,7 @@ from typing import Any
 from fabric import Connection, task
 from invoke import Context, Exit
 
+from deploy import early
 from deploy.errors import USAGE, DeployError
 
 ROOT = Path(__file__).resolve().parent
@@ -75,6 +76,7 @@ def menu(**flags: Any) -> Callable[[Callable[..., int | None]], Any]:
 
                 logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s", stream=sys.stderr)
                 logging.getLogger("paramiko").setLevel(logging.WARNING)
+            early.begin(kwargs["host"], ROOT, bool(kwargs.get("accept_new_host_key")))
             try:
                 code = body(context, *args, **kwargs)
             except DeployError as error:
@@ -429,6 +431,8 @@ def carry_out(
         return failed(outcome, made)
     end = execute.ended(goal.host, path)
     say(f"{Path(path).name} {'has ' + end['reason'] + ' already' if end else 'is running'}")
+    if end and end["code"] and not json:
+        way_back(made)
     if end and (no_follow or json):
         return int(end["code"])
     return None if no_follow or json else follow(goal, made.name, state=made.layout.state)
@@ -440,11 +444,16 @@ def failed(outcome: Any, made: Any) -> int:
         say(f"  │ {line}")
     say(f"{made.task} of {made.name} failed: {outcome.reason}")
     steps = {step["name"] for step in outcome.steps}
-    changed = made.release_before and made.release != made.release_before
-    if "start" in steps and "rollback" not in steps and changed and made.task != "rollback":
+    if "start" in steps and "rollback" not in steps:
+        way_back(made)
+    return 1
+
+
+def way_back(made: Any) -> None:
+    """After a new release failed: how to have the one before again."""
+    if made.release_before and made.release != made.release_before and made.task != "rollback":
         where = "" if made.host == "localhost" else f" --host {made.host}"
         say(f"fab rollback{where} --name {made.name} goes back to release {made.release_before}")
-    return 1
 
 
 def attach(goal: Any, name: str, words: Any) -> None:

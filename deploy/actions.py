@@ -144,6 +144,9 @@ def plan_again(
     found = release.deployed(goal.host, layout, wanted)
     if found is None:
         raise DeployError(f"release {wanted} of {name} is damaged or gone; fab deploy writes it anew")
+    if wanted not in facts["names"][name]["changed"]:  # the probe looks at the releases that count only
+        path = layout.release(wanted)
+        facts["names"][name]["changed"][wanted] = onhost.ask(goal.host, "deploy.release_store:damage", path)
     run = again.template(facts, name, wanted, goal.settings.name)
     python = goal.settings.python or facts["python_path"]
     seen = survey.Survey(facts, layout, survey.Interpreter(python), {}, {})
@@ -159,9 +162,13 @@ def plan_again(
         install=install,
     )
     sources: Mapping[str, settings.SecretSource] = {}
-    kept = None
+    kept = restage = None
     if made.acts:
-        again.refuse_lost(facts, goal.settings.name, run)
+        again.refuse_lost_image(facts, goal.settings.name, run)
+        restage = again.restage(facts, goal.settings.name, run)
+        if restage:
+            note = f"weights are copied from {restage['source']} into shared memory again: {restage['path']}"
+            made = dataclasses.replace(made, warnings=(*made.warnings, note))
         kept = again.secrets_file(facts, run)
         if run.secrets and kept is None:
             sources = _secret_sources(goal, run, wanted, live=seen.live is not None)
@@ -171,6 +178,7 @@ def plan_again(
         secrets=sources,
         root=goal.project.root,
         secrets_from=kept,
+        restage=restage,
         heartbeats=run.command[1:4] == ["-u", "-m", "trainer"],
     )
 
@@ -282,7 +290,7 @@ def diff(goal: Target, wanted: Recipe, progress: Progress = silent) -> str:
     edited = [f"{file}: changed on the host" for file in release.changed(facts, wanted.settings.name, old)]
     if old == new.id:
         return "\n".join([f"no difference: release {old} is what would be rendered", *edited])
-    lines = [f"release {old} → {new.id}", *release.differences(before[0], before[1], new), *edited]
+    lines = [f"release {old} → {new.id}", *release.differences(before[0], before[1], new), *edited, ""]
     return "\n".join([*lines, plan.diff_text(before[0], new)]).rstrip()
 
 

@@ -81,8 +81,8 @@ def way_back(facts: Mapping[str, Any], name: str, new_id: str) -> tuple[str, str
     return None
 
 
-def refuse_lost(facts: Mapping[str, Any], host: str, run: status.Run) -> None:
-    """Raise DeployError if the image or the staged weights of an older run are gone."""
+def refuse_lost_image(facts: Mapping[str, Any], host: str, run: status.Run) -> None:
+    """Raise DeployError if the image of an older run is gone."""
     release_id = run.release.get("id")
     if run.image and "images" in facts:
         known = {word for image in facts["images"] for word in (image.get("id"), *(image.get("tags") or ()))}
@@ -91,13 +91,25 @@ def refuse_lost(facts: Mapping[str, Any], host: str, run: status.Run) -> None:
                 f"the image of release {release_id} of {run.name} ({run.image}) is not on {host} any more; "
                 "fab deploy builds one, from the commit that made it if it must be the same"
             )
+
+
+def restage(facts: Mapping[str, Any], host: str, run: status.Run) -> dict[str, str] | None:
+    """From where an older run's weights are copied into shared memory again; None if they are there.
+
+    Raises DeployError if they are gone and nothing says where they came from.
+    """
     weights = staged_weights(run)
     root = facts["shm"]["root"].rstrip("/") + "/"
-    if weights and weights.startswith(root) and weights not in [one["path"] for one in facts["weights"]]:
-        raise DeployError(
-            f"the weights of release {release_id} of {run.name} ({weights}) are not in {host}'s shared memory any "
-            f"more; fab deploy --name {run.name} puts them there"
-        )
+    if not weights or not weights.startswith(root) or weights in [one["path"] for one in facts["weights"]]:
+        return None
+    for other in reversed(facts["runs"]):
+        known = (other.get("boot") or {}).get("weights")
+        if other["name"] == run.name and isinstance(known, Mapping) and known.get("path") == weights:
+            return {key: str(known[key]) for key in ("source", "path", "digest")}
+    raise DeployError(
+        f"the weights of release {run.release.get('id')} of {run.name} ({weights}) are not in {host}'s shared "
+        f"memory any more; fab deploy --name {run.name} puts them there"
+    )
 
 
 def staged_weights(run: status.Run) -> str | None:
@@ -117,6 +129,8 @@ def secrets_file(facts: Mapping[str, Any], run: status.Run) -> str | None:
         return run.secrets_file
     for other in reversed(facts["runs"]):
         written = other["run"] or {}
+        if other["run_id"] == run.run_id:
+            break
         if (
             other["name"] == run.name
             and set(run.secrets) <= set(written.get("secrets") or ())

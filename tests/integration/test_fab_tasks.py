@@ -4,39 +4,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from deployed import CHECKOUT, Place, processes_of, until
+from deployed import CHECKOUT, processes_of, until
+from fabbed import COUNTING, FAB, Fab, project
 
 from deploy import evidence, lock
 from deploy.host import Local
-from trainer import status
 
-FAB = [str(Path(sys.executable).with_name("fab"))]
-# Says its greeting once, then counts until it is stopped.
-COUNTING = """\
-command:
-- python
-- -c
-- |
-  import itertools, os, time
-  print("greeting", os.environ["GREETING"], flush=True)
-  for number in itertools.count():
-      print("line", number, flush=True)
-      time.sleep(0.05)
-environment:
-  GREETING: hello
-grace_seconds: 5
-"""
 # A file named by GATE ends it, with the exit code that the file holds.
 GATED = """\
 command:
@@ -54,71 +36,9 @@ restart: {attempts: 0}
 """
 
 
-@dataclasses.dataclass
-class Fab:
-    """A project in a directory, and `fab` called in it."""
-
-    root: Path
-    place: Place
-
-    def environment(self, **more: str) -> dict[str, str]:
-        own = {
-            "PYTHONPATH": str(CHECKOUT),
-            "PATH": f"{Path(FAB[0]).parent}:{os.environ['PATH']}",  # so that hints say `fab`
-            "DRAFTHOUSE_STATE": str(self.place.root),
-            "DRAFTHOUSE_SHM": str(self.root / "shm"),
-            "HOME": str(self.root),  # no SSH configuration but the one that a test writes
-        }
-        return {**os.environ, **own, **more}
-
-    def run(self, *words: str, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*FAB, *words],
-            cwd=self.root,
-            env=self.environment(**more),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-
-    def ok(self, *words: str, **more: str) -> str:
-        done = self.run(*words, **more)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def file(self, text: str, stem: str = "demo") -> None:
-        (self.root / "runs" / f"{stem}.yaml").write_text(text)
-
-    @property
-    def runs(self) -> list[status.RunDir]:
-        return status.list_runs(self.place.root / "runs")
-
-    def log(self, run: status.RunDir) -> str:
-        return "".join(path.read_text() for path in sorted(run.log.glob("*.log")))
-
-    def snapshot(self) -> dict[str, tuple[int, bytes]]:
-        """Every file of state and shared memory, with its mode and bytes."""
-        return {
-            str(path): (path.lstat().st_mode, os.readlink(path).encode() if path.is_symlink() else path.read_bytes())
-            for top in (self.place.root, self.root / "shm")
-            for path in sorted(top.rglob("*"))
-            if path.is_file() or path.is_symlink()
-        }  # fmt: skip
-
-
 @pytest.fixture
 def fab(tmp_path: Path) -> Iterator[Fab]:
-    root = tmp_path / "project"
-    (root / "runs").mkdir(parents=True)
-    for name in ("fabfile.py", "fabric.yaml"):
-        shutil.copy(CHECKOUT / name, root / name)
-    made = Fab(root, Place(tmp_path / "state"))
-    made.file(COUNTING)
-    try:
-        yield made
-    finally:
-        made.place.end_all()
+    yield from project(tmp_path)
 
 
 # -- the life of a run -------------------------------------------------------------------------------------
@@ -377,6 +297,10 @@ def test_every_run_keeps_the_secrets_that_it_was_started_with_and_those_of_runs_
     fab.ok("stop")
     (home / "secrets-0003-demo").rename(fab.root / "aside")
     done = fab.run("restart", "--same", "--no-follow")
+    sentence = "secret TOKEN needs the environment variable MINE; set it and deploy again\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
+    fab.file(COUNTING)
+    done = fab.run("restart", "--same", "--no-follow")
     assert (done.returncode, done.stderr) == (
         1,
         f"the secrets of release {made.release['id']} of demo (TOKEN) are on localhost no more; "
@@ -448,7 +372,7 @@ BAD = [
      "Drafthouse sets it: remove yours"),
     (1, ["restart", "--same", "--name", "never"],
      "nothing of never is deployed on localhost; --same starts a deployed release again, fab deploy makes one"),
-    (1, ["restart", "--same", "--set", "environment.A=1"],
+    (2, ["restart", "--same", "--set", "environment.A=1"],
      "--same starts the deployed release as it is, so --set cannot change it; give one of them"),
     (2, ["tail", "--name", "dem"], "there is no run of dem on localhost; did you mean demo?"),
     (2, ["tail", "--run-id", "0001-dem"], "there is no run 0001-dem on localhost; did you mean 0001-demo?"),

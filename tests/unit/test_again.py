@@ -66,25 +66,30 @@ def made(**fields: Any) -> status.Run:
 
 def test_an_image_that_is_gone_is_refused_and_one_that_is_there_is_not() -> None:
     there = [{"id": "sha256:1", "tags": ["drafthouse:aaaa"]}]
-    again.refuse_lost({**known(), "images": there}, "box", made(image="drafthouse:aaaa"))
+    again.refuse_lost_image({**known(), "images": there}, "box", made(image="drafthouse:aaaa"))
     with pytest.raises(
         DeployError, match=rf"the image of release {OLD} of demo \(drafthouse:bbbb\) is not on box any more"
     ):
-        again.refuse_lost({**known(), "images": there}, "box", made(image="drafthouse:bbbb"))
+        again.refuse_lost_image({**known(), "images": there}, "box", made(image="drafthouse:bbbb"))
 
 
-def test_weights_that_left_shared_memory_are_refused_and_those_that_lie_elsewhere_are_not_ours_to_miss() -> (
-    None
-):
+def test_weights_that_left_shared_memory_are_copied_again_from_where_a_run_had_them() -> None:
     path = "/dev/shm/drafthouse/m@aaaaaaaaaaaa"
     command = ["python", "-u", "-m", "trainer", "--target-model", path]
+    one = known()
     with pytest.raises(
-        DeployError, match="are not in box's shared memory any more; fab deploy --name demo puts them"
+        DeployError, match="are not in box's shared memory any more; fab deploy --name demo puts"
     ):
-        again.refuse_lost(known(), "box", made(command=command))
-    again.refuse_lost({**known(), "weights": [{"path": path}]}, "box", made(command=command))
-    again.refuse_lost(known(), "box", made(command=[*command[:-1], "/models/m"]))
-    again.refuse_lost(known(), "box", made(command=[*command[:-1], "toy"]))
+        again.restage(one, "box", made(command=command))
+    one["runs"][0]["boot"] = {
+        "weights": {"source": "/models/m", "path": path, "digest": "a" * 32, "name": "m"}
+    }
+    assert again.restage(one, "box", made(command=command)) == {
+        "source": "/models/m", "path": path, "digest": "a" * 32
+    }  # fmt: skip
+    assert again.restage({**one, "weights": [{"path": path}]}, "box", made(command=command)) is None
+    for elsewhere in ("/models/m", "toy"):
+        assert again.restage(one, "box", made(command=[*command[:-1], elsewhere])) is None
 
 
 def test_secrets_are_those_of_the_run_else_of_a_newer_one_that_has_them_all() -> None:

@@ -12,7 +12,10 @@ import pytest
 from invoke import Collection
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ["deploy", "plan", "render", "restart", "runs", "status", "stop", "tail"]
+TASKS = [
+    "bootstrap", "deploy", "diff", "plan", "prune", "pull", "render", "restart", "rollback", "runs", "start", "status",
+    "stop", "tail",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
