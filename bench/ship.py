@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "e2e")]
 
 from elsewhere import describe, small_checkout, tags, wire_bytes  # noqa: E402
-from testbed import base_image  # noqa: E402
+from testbed import base_image, needs  # noqa: E402
 from testbed.docker import Docker  # noqa: E402
 from testbed.engine import Engine  # noqa: E402
 from testbed.gpubox import ALIAS, GpuBox  # noqa: E402
@@ -91,6 +91,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
+    lacking = needs.why_no_root() or needs.why_no_engine() or needs.why_no_sshd()
+    if lacking:
+        print(f"bench/ship.py is left out: {lacking}")
+        return 0
     figures: dict[str, list[tuple[float, int]]] = {"ours": [], "theirs": []}
     with contextlib.ExitStack() as stack:
         here = stack.enter_context(engine_here())

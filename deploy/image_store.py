@@ -368,29 +368,15 @@ def load(
     takes nothing for `stall` seconds is given up on. Raises DeployError.
     """
     root = Path(images)
-    while True:
-        lock = os.open(root / "load.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                progress("the engine is loading an image for somebody else: waiting for that to end")
-                _wait(root, lock, progress)
-            found = image_id(where, reference)
-            if found:
-                return found
+    outcome: dict[str, Any] = {}
+    with _lock(root, progress) as lock:
+        found = image_id(where, reference)  # somebody else's load may have brought it
+        if found is None:
             (root / "load.json").unlink(missing_ok=True)
             _detach(lambda: _load(root, blobs, reference, stall), keep=lock)
-        finally:
-            os.close(lock)
-        break
-    lock = os.open(root / "load.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        _wait(root, lock, progress)
-    finally:
-        os.close(lock)
-    outcome = _json(root / "load.json")
-    found = image_id(where, reference)
+    if found is None:
+        with _lock(root, progress):
+            outcome = _json(root / "load.json")
     if outcome.get("stalled"):
         raise DeployError(
             f"the engine on {where} has been loading the image without a sign of life for "
@@ -398,15 +384,26 @@ def load(
             "51623): restart it there (systemctl restart docker, which ends its containers unless "
             "live-restore is on), then try again"
         )
-    if outcome.get("error") or not found:
+    found = found or image_id(where, reference)
+    if not found:
         reason = outcome.get("error") or "the load was killed"
         raise DeployError(f"the engine on {where} could not load the image: {reason}")
     _keep_only(root, blobs)
     return found
 
 
+@contextlib.contextmanager
+def _lock(root: Path, progress: Progress) -> Iterator[int]:
+    """The lock that a load holds. Waits for it, and tells how far the one who has it is."""
+    lock = os.open(root / "load.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _wait(root, lock, progress)
+        yield lock
+    finally:
+        os.close(lock)
+
+
 def _wait(root: Path, lock: int, progress: Progress) -> None:
-    """Wait until nobody holds the lock, and tell how far the one who does has come."""
     told = time.monotonic()
     while True:
         try:
