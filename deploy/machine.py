@@ -27,6 +27,7 @@ PLUGINS = (  # where the client looks for buildx, besides the user's own setting
     "/usr/lib/docker/cli-plugins",
     "/usr/libexec/docker/cli-plugins",
 )
+COMPOSE_TIMEOUT = 5.0  # seconds; a program that starts and ends, which a busy machine may take long to do
 PROGRAM_PATHS = ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # SSH logins lack some
 
 
@@ -181,7 +182,7 @@ def engine_facts() -> dict[str, Any]:
     compose: list[Any] = [None, None]
 
     def ask_compose() -> None:  # it takes longer than all that the engine answers
-        compose[:] = ask(client or "", "compose", "version", "--short")
+        compose[:] = ask(client or "", "compose", "version", "--short", timeout=COMPOSE_TIMEOUT)
 
     asking = threading.Thread(target=ask_compose, daemon=True)
     if client:
@@ -303,12 +304,12 @@ def plugin(name: str) -> bool:
     return any(os.access(os.path.join(place, name), os.X_OK) for place in (f"{own}/cli-plugins", *PLUGINS))
 
 
-def ask(*argv: str) -> tuple[str | None, str | None]:
+def ask(*argv: str, timeout: float = engine.TIMEOUT) -> tuple[str | None, str | None]:
     """(first line of output, None) or (None, why not)."""
     try:
-        result = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=engine.TIMEOUT)
+        result = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return None, f"{argv[0]} {argv[1]} does not answer within {engine.TIMEOUT:g} s"
+        return None, f"{argv[0]} {argv[1]} does not answer within {timeout:g} s"
     except OSError as error:
         return None, f"{argv[0]}: {error.strerror}"
     line = result.stdout.decode("utf-8", "replace").strip().partition("\n")[0]
