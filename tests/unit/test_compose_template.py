@@ -66,6 +66,7 @@ def test_a_container_has_no_rights_and_no_second_init(which: str, deployed: Serv
     assert "init" not in rendered, "tini is in the image"
     assert "privileged" not in rendered
     assert rendered["restart"] == "no"
+    assert rendered["network_mode"] == "bridge", "no network of its own is left behind"
 
 
 @pytest.mark.parametrize("which", ["demo", "deployed"])
