@@ -286,6 +286,9 @@ def _value(
 # What is on the command line, the same for every call. It reads no byte beyond what is meant for it.
 _LOADER = """\
 import os, sys, zlib
+if sys.version_info < (3, 9):
+    old = sys.version.split()[0]
+    sys.exit("its Python is %s, and what Drafthouse runs there needs 3.9 or later; install a newer python3" % old)
 def take(count):
     found = b""
     while len(found) < count:
