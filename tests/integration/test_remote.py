@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from deployed import CHECKOUT, Place, until
 
-from deploy import actions, logs, ssh, target, weights_store
+from deploy import actions, execute, logs, ssh, switch, target, weights_store
 from trainer import status
 
 FAB = [str(Path(sys.executable).with_name("fab"))]
@@ -332,3 +332,53 @@ def test_a_run_is_stopped_there_although_the_disk_is_full(gpubox: Any, tmp_path:
     finally:
         remote.run("stop")
         subprocess.run([*inside, "umount", "-l", str(state)], check=True)
+
+
+# -- clients that are lost ---------------------------------------------------------------------------------
+
+
+def test_a_push_whose_client_is_killed_leaves_nothing_and_the_next_one_is_whole(
+    remote: Remote, tmp_path: Path
+) -> None:
+    weights = model(tmp_path / "models" / "large", os.urandom(1 << 20) * 150)
+    remote.file(COUNTING + f"weights: {weights}\n")
+    place = remote.box.state / "weights"
+    client = subprocess.Popen(
+        [*FAB, "deploy", "--no-follow", "--host", "slow-box"],
+        cwd=remote.root,
+        env=remote.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    until(lambda: list(place.glob(".large.incoming.*/model.safetensors")))
+    os.killpg(client.pid, signal.SIGKILL)
+    client.wait()
+    until(lambda: not list(place.glob(".large.incoming.*")))
+    assert not list(place.glob("large@*"))
+    assert remote.runs == []
+    remote.ok("deploy", "--no-follow")
+    (kept,) = place.glob("large@*")
+    assert (kept / "model.safetensors").read_bytes() == (weights / "model.safetensors").read_bytes()
+
+
+def test_a_switch_goes_on_and_is_watched_again_after_a_lost_link(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that says nothing counts as started once it has lived for a while: time to lose the link."""
+    remote.file("command: [sleep, '1000']\n")
+    monkeypatch.setenv("DRAFTHOUSE_SSH_CONFIG", str(remote.box.ssh_config))
+    monkeypatch.setenv("DRAFTHOUSE_BOOT", "no")
+    goal = target.one("gpu-box", remote.root)
+    made, work = actions.plan_deploy("deploy", goal, actions.recipe(goal, None, None))
+    _, record = execute.start(made, goal.host, work, lambda text: None)
+    notes: list[str] = []
+
+    def cut(step: dict[str, Any]) -> None:
+        if step["name"] == "first-heartbeat" and not notes:
+            os.kill(goal.host._master._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+
+    outcome = switch.watch(goal.host, record, cut, notes.append)
+    goal.host.close()
+    assert outcome.word == "done"
+    assert notes == ["── gpu-box: the connection was lost, reconnecting"]
