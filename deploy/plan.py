@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy import bootunit, devices, mask, preflight, release, runtimes, secrets
+from deploy import bootunit, devices, mask, plantext, preflight, release, runtimes, secrets
 from deploy import image as images
 from deploy.errors import DeployError
 from deploy.health import verdict
@@ -92,175 +90,13 @@ class Plan:
         return value
 
     def __str__(self) -> str:
-        return "\n".join(_text(self))
-
-
-# -- printing ----------------------------------------------------------------------------------------------
-
-
-def _text(plan: Plan) -> list[str]:
-    if plan.action == "unchanged" and plan.stop:
-        return [
-            f"unchanged: {plan.stop.run_id} runs release {plan.release} on {plan.host} ({plan.stop.doing})",
-            *(f"note: {warning}" for warning in plan.warnings),
-        ]
-    if plan.action == "nothing":
-        return [f"nothing to stop: no run of {plan.name} is in progress on {plan.host}"]
-    rows: list[tuple[str, str]] = []
-    if plan.action == "stop":
-        rows += _stop_rows(plan)
-    else:
-        rows += [("runtime", f"{plan.runtime}: {plan.runtime_why}")]
-        if plan.run_file:
-            rows += [("run file", f"{plan.run_file} ({plan.run_file_why})")]
-        rows += [("release", _release(plan))]
-        rows += [("", difference) for difference in plan.differences]
-        if plan.changes:
-            rows += [
-                (
-                    "set",
-                    ", ".join(f"{key}={value}" for key, value in mask.pairs(plan.changes)) + ", for this run",
-                )
-            ]
-        if plan.image:
-            rows += [("image", f"{plan.image}, {plan.image_words}" if plan.image_words else plan.image)]
-        if plan.weights:
-            rows += [("weights", plan.weights.describe())]
-        if plan.data_copy:
-            rows += [("data", plan.data_copy.describe())]
-        elif plan.data:
-            rows += [
-                ("data", plan.data if plan.data != "toy" else "toy, which the trainer makes from its target")
-            ]
-        rows += [("secret", f"{name} {source}") for name, source in plan.secrets.items()]
-        rows += [("command", mask.text(" ".join(map(_word, plan.command))))]
-        rows += (
-            [("install", f"tini, with {' '.join(plan.install)} (--no-install declines)")]
-            if plan.install
-            else []
-        )
-        rows += [("init", plan.init)]
-        rows += _container_rows(plan)
-        rows += _stop_rows(plan)
-        rows += [("at boot", plan.boot)] if plan.boot else []
-        rows += [("start", f"the next run of {plan.name}: {plan.resume}")]
-        if plan.rollback:
-            rows += [
-                ("rollback", f"to release {plan.rollback}, should the new run die before its first step")
-            ]
-    rows += [("note", warning) for warning in plan.warnings]
-    width = max(len(label) for label, _ in rows)
-    return [
-        f"{plan.task} {plan.name} on {plan.host}",
-        *(f"  {label:<{width}}  {text}" for label, text in rows),
-    ]
-
-
-def _release(plan: Plan) -> str:
-    state = "on the host already" if plan.release_is_there else "new"
-    if plan.damaged:
-        more = f" and {len(plan.damaged) - 1} more" if len(plan.damaged) > 1 else ""
-        state = f"damaged on the host ({plan.damaged[0]}{more}): moved aside, and written anew"
-    if plan.release == plan.release_before and plan.damaged:
-        return f"{plan.release}, {state}"
-    if plan.release == plan.release_before:
-        return f"{plan.release}, unchanged"
-    if plan.release_before is None:
-        return f"{plan.release}, {state}"
-    return f"{plan.release_before} → {plan.release}, {state}"
-
-
-def _container_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Who the container is, what it sees of the host, and how long it has when it is not us who stop it."""
-    rows = []
-    if plan.image:
-        rows += [("trial", "a container of this release looks and ends, before anything else is stopped")]
-    if plan.devices is not None:
-        rows += [("gpus", ", ".join(plan.devices) or "none")]
-    if plan.user is not None:
-        rows += [("user", f"{plan.user} in the container")]
-    label = "mounts"
-    for mount in plan.mounts:
-        at = "" if mount.source == mount.target else f" at {mount.target}"
-        rows += [(label, f"{mount.source}{at}{', read-only' if mount.read_only else ''}")]
-        label = ""
-    if plan.image and plan.grace_seconds:
-        grace, engine = plan.grace_seconds, math.ceil(plan.grace_seconds) + compose.ENGINE_MARGIN_SECONDS
-        shutdown = compose.DOCKERD_SHUTDOWN_SECONDS
-        smallest = min(grace, shutdown)
-        why = "grace_seconds" if smallest == grace else "dockerd's, when the host goes down"
-        rows += [
-            (
-                "grace",
-                f"{grace:g} s from SIGTERM to SIGKILL by launch (grace_seconds), {engine} s by the engine, "
-                f"{shutdown} s when the host goes down (dockerd's default): "
-                f"the smallest is {smallest:g} s ({why})",
-            )
-        ]
-    return rows
-
-
-def _stop_rows(plan: Plan) -> list[tuple[str, str]]:
-    """How the old run ends, and the smallest timeout that its checkpoint has to fit in."""
-    stop = plan.stop
-    if stop is None:
-        return []
-    signals = f"SIGTERM, SIGKILL {stop.grace_seconds:g} s later"
-    if not stop.asks:
-        return [
-            ("stop", f"{stop.run_id} ({stop.doing}): {signals}"),
-            (
-                "timeouts",
-                f"{stop.grace_seconds:g} s is all it has to save in (grace_seconds of {stop.run_id})",
-            ),
-        ]
-    asked = f"a checkpoint first, waited for up to {stop.checkpoint_timeout_seconds:g} s; then {signals}"
-    smallest, key = min(
-        (stop.grace_seconds, "grace_seconds"), (stop.checkpoint_timeout_seconds, "checkpoint_timeout_seconds")
-    )
-    return [
-        ("stop", f"{stop.run_id} ({stop.doing}): {asked}"),
-        (
-            "timeouts",
-            f"the smallest is {smallest:g} s ({key}); no signal is sent while a checkpoint is awaited",
-        ),
-    ]
-
-
-def _word(word: str) -> str:
-    from deploy.render import shell
-
-    if word.isprintable():
-        return shell(word)
-    return "$'" + repr(word)[1:-1].replace("\\'", "'").replace("'", "\\'") + "'"  # one line, and still bash
-
-
-def diff_text(before: Mapping[str, bytes], new: Release) -> str:
-    """Each rendered file as a unified diff, what looks like a secret masked. Pure; empty if nothing differs.
-
-    `before` holds the files that `release.deployed` gives. Of code `release.differences` names each file.
-    """
-    parts = []
-    for name in sorted({*before, *new.files}):
-        if name.startswith("app/") or name in (release.IMAGE, release.MANIFEST):
-            continue
-        old, now = mask.both(before.get(name), new.files.get(name))
-        if old != now:
-            lines = difflib.unified_diff(
-                [] if old is None else old.splitlines(),
-                [] if now is None else now.splitlines(),
-                "/dev/null" if old is None else f"deployed/{name}",
-                "/dev/null" if now is None else f"rendered/{name}",
-                lineterm="",
-            )
-            parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+        return "\n".join(plantext.text(self))
 
 
 # -- deciding ----------------------------------------------------------------------------------------------
 
 
-choose_runtime = runtimes.choose
+diff_text = plantext.diff_text
 
 
 @dataclass(frozen=True)
