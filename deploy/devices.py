@@ -93,21 +93,19 @@ def _mine(facts: Mapping[str, Any], name: str) -> list[str]:
 
 def _held(facts: Mapping[str, Any], name: str, host: str, ids: list[str]) -> list[str]:
     """Processes that have a device open and are neither this name's run nor a daemon that always has."""
-    ours = {
-        process["pid"]
-        for run in facts.get("runs", [])
-        if run["name"] == name
-        for process in run.get("processes", [])
-    }
+    owner = {process["pid"]: run for run in facts.get("runs", []) for process in run.get("processes", [])}
     found = []
     for device in (facts.get("gpus") or {}).get("devices", []):
         for holder in device.get("holders", []):
-            if str(device["index"]) in ids and not holder.get("daemon") and holder["pid"] not in ours:
-                since = f", for {age(holder['age'])}" if holder.get("age") is not None else ""
-                found.append(
-                    f"device {device['index']} of {host} is in use by process {holder['pid']} "
-                    f"({holder['command']}{since}); end it, or choose other devices with gpus:"
-                )
+            run = owner.get(holder["pid"])
+            if str(device["index"]) not in ids or holder.get("daemon") or (run and run["name"] == name):
+                continue
+            since = f", for {age(holder['age'])}" if holder.get("age") is not None else ""
+            who = f"{run['run_id']}, a run of another name, as " if run else ""
+            found.append(
+                f"device {device['index']} of {host} is in use by {who}process {holder['pid']} "
+                f"({holder['command']}{since}); end it, or choose other devices with gpus:"
+            )
     return found
 
 

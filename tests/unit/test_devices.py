@@ -96,6 +96,10 @@ def test_a_stranger_on_a_device_is_named_and_a_daemon_or_our_own_run_is_not() ->
         "device 0 of box is in use by process 41 (python train.py, for 2 h 05 min); end it, or choose other devices with gpus:",
     )
     assert choose([1], found).problems == ()
+    theirs = run("0009-exp", processes=[{"pid": 41}])  # a plain process, which was told of no devices
+    assert choose([0], facts(gpus=gpus(1, _0=held[:1]), runs=[theirs])).problems == (
+        "device 0 of box is in use by 0009-exp, a run of another name, as process 41 (python train.py, for 2 h 05 min); end it, or choose other devices with gpus:",
+    )
 
 
 def test_device_files_are_those_of_the_chosen_and_those_that_go_with_any() -> None:
