@@ -367,19 +367,24 @@ def switch(run: status.RunDir, old: status.RunDir) -> tuple[subprocess.Popen[byt
         "checkpoint_timeout_seconds": 0,
         "record": record,
     }
-    return begin(spec, str(run.path / "switch-spec.json")), record
+    return begin(spec)
 
 
-def begin(spec: Mapping[str, Any], path: str) -> subprocess.Popen[bytes]:
-    """The switch of `spec` as a process of ours, once it is accepted. Raises DeployError if it is not."""
-    status.write_json(path, spec, mode=0o600)
+def begin(spec: Mapping[str, Any]) -> tuple[subprocess.Popen[bytes], str]:
+    """The switch of `spec` as a process of ours, once it is accepted, and where its record is.
+
+    Raises DeployError if it is not accepted.
+    """
     place = str(Path(__file__).resolve().parent.parent)
     program = f"import sys; sys.path.insert(0, {place!r}); from deploy.switch_job import main; main()"
     job = subprocess.Popen(
-        [sys.executable, *FLAGS, "-c", program, path, "--attached"],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, *FLAGS, "-c", program, "-", "--attached"],
+        stdin=subprocess.PIPE,  # a full disk must not keep a run from being stopped
         stdout=subprocess.PIPE,
     )
+    assert job.stdin
+    with contextlib.suppress(BrokenPipeError), job.stdin:
+        job.stdin.write(json.dumps(spec).encode("ascii"))
     assert job.stdout
     answer = b""
     while not answered(answer):
@@ -393,7 +398,7 @@ def begin(spec: Mapping[str, Any], path: str) -> subprocess.Popen[bytes]:
     if not reply.get("accepted"):
         job.wait()
         raise DeployError(f"{reply.get('message')}: look at fab status")
-    return job
+    return job, str(reply.get("record") or spec["record"])
 
 
 def answered(data: bytes) -> dict[str, Any] | None:
@@ -410,9 +415,10 @@ def follow(job: subprocess.Popen[bytes], record: str) -> tuple[str, str]:
     value: dict[str, Any] = {}
     while True:
         ended = job.poll() is not None
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = status.read_json(record)
-            value = found if isinstance(found, dict) else value
+            if found["job"]["pid"] == job.pid:  # type: ignore[index]  # else of an earlier one
+                value = found  # type: ignore[assignment]
         for step in value.get("steps", [])[told:]:
             if step["outcome"] == "running":
                 break
@@ -421,10 +427,9 @@ def follow(job: subprocess.Popen[bytes], record: str) -> tuple[str, str]:
         if ended:
             for line in value.get("last_lines") or []:
                 say(f"  {line}")
-            outcome = value.get("outcome")
-            if outcome in ("done", "failed"):
-                return str(outcome), str(value.get("reason") or "")
-            return "failed", "the switch was killed"
+            if job.returncode == 0:
+                return "done", ""
+            return "failed", str(value.get("reason") or "the switch was killed")
         time.sleep(PAUSE)
 
 
@@ -461,11 +466,10 @@ def shut_down(state: Path, name: str) -> tuple[str, str, str | None]:
             "start": None,
             "record": record,
         }
-        path = str(state / "names" / name / "stop-spec.json")
-        outcome, reason = follow(begin(spec, path), record)
+        outcome, reason = follow(*begin(spec))
         if outcome != "done" and run.alive():  # it could not save: what it has saved before must do
             say(f"{reason}; stopping it all the same")
-            outcome, reason = follow(begin({**spec, "checkpoint_timeout_seconds": 0}, path), record)
+            outcome, reason = follow(*begin({**spec, "checkpoint_timeout_seconds": 0}))
         if outcome != "done":
             raise DeployError(reason)
     else:  # the same signal reached it that told us

@@ -402,3 +402,29 @@ def test_a_shutdown_with_nothing_in_progress_is_no_failure(machine):
     until(lambda: run.exit() and not run.alive())
     done = machine.boot("--shutdown")
     assert (done.returncode, "no run of demo is in progress" in done.stdout) == (0, True)
+
+
+@pytest.mark.root
+def test_a_full_disk_keeps_no_run_from_being_stopped_before_the_machine_goes_down(machine, tmp_path):
+    machine.root.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", machine.root], check=True)
+    try:
+        # One that writes nothing: a file that is replaced gives a page back now and then.
+        run, spec = machine.prepare("import time; print('hello', flush=True); time.sleep(1000)")
+        status.write_json(run.path / boot.FILE, boot.template(run.run(), spec, None))
+        started = switch.start(HOST, {**spec, "heartbeats": False})
+        assert switch.watch(HOST, started, lambda step: None).word == "done"
+        with contextlib.suppress(OSError), open(machine.root / "full", "wb", buffering=0) as full:
+            while full.write(bytes(4096)) == 4096:
+                pass
+        tool = onhost.install(HOST, str(tmp_path / "elsewhere"), bootunit.MODULES)
+        argv = [*onhost.command(HOST, tool), str(machine.root), "demo", "--shutdown"]
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert done.returncode == 0, done
+        assert not run.alive()
+        assert "stop: ok" in done.stdout
+        assert boot.decide([run]).run is run  # though nobody's name found room on the disk
+    finally:
+        Path(f"/dev/shm/.drafthouse-{os.getuid()}-demo-stop.json").unlink(missing_ok=True)
+        machine.end_all()
+        subprocess.run(["umount", "-l", machine.root], check=True)
