@@ -87,7 +87,7 @@ def _engine(engine: Mapping[str, Any], host: HostSettings, facts: Mapping[str, A
         )
     elif not engine.get("compose"):
         yield bad(
-            f"{host.name} has no Docker Compose v2 ({engine.get('error') or 'docker compose is unknown'})",
+            f"{host.name} has no Docker Compose v2 ({runtimes.no_compose(engine)})",
             f"install it with {bootstrap}, {otherwise}",
         )
     elif runtimes.version(engine["compose"]) < runtimes.COMPOSE:

@@ -53,10 +53,16 @@ def lacking(engine: Mapping[str, Any]) -> str:
     if version(engine.get("version")) < ENGINE:
         return f"Docker Engine {engine.get('version')} is older than 20.10"
     if not engine.get("compose"):
-        return f"the Docker engine has no Compose v2 ({engine.get('error') or 'no such plugin'})"
+        return f"the Docker engine has no Compose v2 ({no_compose(engine)})"
     if version(engine["compose"]) < COMPOSE:
         return f"Compose {engine['compose']} is older than 2.17"
     return ""
+
+
+def no_compose(engine: Mapping[str, Any]) -> str:
+    """Why `docker compose` does not answer. A client without it only says where its help is."""
+    error = str(engine.get("error") or "")
+    return error if error and "--help" not in error else "docker compose is no command there"
 
 
 def version(text: str | None) -> tuple[int, int]:

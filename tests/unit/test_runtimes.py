@@ -40,7 +40,7 @@ def engine(**changes: Any) -> dict[str, Any]:
         ({"version": "20.10.24+dfsg1"}, "compose", "Docker Engine 20.10.24+dfsg1 with Compose 2.40.3 answers"),
         ({"compose": "v2.17.0"}, "compose", "Docker Engine 29.1.0 with Compose v2.17.0 answers"),
         ({"compose": "2.16.0"}, "process", "Compose 2.16.0 is older than 2.17"),
-        ({"compose": None}, "process", "the Docker engine has no Compose v2 (no such plugin)"),
+        ({"compose": None}, "process", "the Docker engine has no Compose v2 (docker compose is no command there)"),
         ({"version": "19.03.1"}, "process", "Docker Engine 19.03.1 is older than 20.10"),
         ({"answers": False, "error": "it hangs"}, "process", "no Docker engine answers (it hangs)"),
         ({"answers": False, "permitted": False, "error": "Permission denied"}, "process", "the Docker engine does not permit us (Permission denied)"),
