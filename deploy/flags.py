@@ -7,8 +7,8 @@ tests/unit/test_flags.py compares the two.
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +44,13 @@ class Flag:
         }[self.kind]
         parts = []
         if self.low is not None and self.high is not None:
-            parts.append(f"from {self.low:g} to {self.high:g}")
+            parts.append(f"from {self.low} to {self.high}")
         elif self.low is not None:
-            parts.append(f"of at least {self.low:g}")
+            parts.append(f"of at least {self.low}")
         elif self.above is not None:
-            parts.append(f"above {self.above:g}")
+            parts.append(f"above {self.above}")
         if self.below is not None:
-            parts.append(f"below {self.below:g}")
+            parts.append(f"below {self.below}")
         return " ".join([noun, " and ".join(parts)]).strip()
 
     def fits(self, value: Any) -> bool:
@@ -60,7 +60,8 @@ class Flag:
             return (
                 isinstance(value, list)
                 and bool(value)
-                and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
+                and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+                and all(0 <= item <= LARGEST for item in value)
             )
         if self.kind == "text":
             # A model directory may be called 7: a number is a text that YAML has typed.
@@ -70,7 +71,9 @@ class Flag:
                 return re.fullmatch(self.pattern, str(value)) is not None
             return not self.choices or str(value) in self.choices
         number = int if self.kind == "int" else (int, float)
-        if isinstance(value, bool) or not isinstance(value, number) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, number):
+            return False
+        if not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:  # no NaN, no infinity, nothing of 400 digits
             return False
         return not (
             (self.low is not None and value < self.low)
@@ -80,7 +83,10 @@ class Flag:
         )
 
 
-_COUNT = Flag("int", low=1)
+LARGEST = 2**31 - 1
+LARGEST_FLOAT = sys.float_info.max
+
+_COUNT = Flag("int", low=1, high=LARGEST)
 _TEXT = Flag("text")
 _SWITCH = Flag("switch")
 
@@ -96,25 +102,25 @@ FLAGS: dict[str, Flag] = {
     "weight-decay": Flag("float", low=0),
     "grad-accum": _COUNT,
     "grad-clip": Flag("float", low=0),
-    "token-budget": Flag("int", low=16),
-    "max-seq-len": Flag("int", low=16),
+    "token-budget": Flag("int", low=16, high=LARGEST),
+    "max-seq-len": Flag("int", low=16, high=LARGEST),
     "max-batch-size": _COUNT,
     "max-anchors": _COUNT,
-    "seed": Flag("int", low=0),
+    "seed": Flag("int", low=0, high=2**63 - 1),
     "block-size": Flag("int", low=2, high=256),
-    "num-draft-layers": _COUNT,
+    "num-draft-layers": Flag("int", low=1, high=256),
     "target-layer-ids": Flag("integers"),
     "num-taps": _COUNT,
-    "mask-token-id": Flag("int", low=0),
+    "mask-token-id": Flag("int", low=0, high=LARGEST),
     "gamma": Flag("float", above=0),
     "init-from-target": _SWITCH,
     "save-interval": _COUNT,
     "keep-checkpoints": _COUNT,
     "log-interval": Flag("float", low=0),
-    "eval-prompts": Flag("int", low=0),
-    "eval-tokens": Flag("int", low=2),
+    "eval-prompts": Flag("int", low=0, high=LARGEST),
+    "eval-tokens": Flag("int", low=2, high=LARGEST),
     "cache-features": _SWITCH,
-    "threads": _COUNT,
+    "threads": Flag("int", low=1, high=1024),
     "dtype": Flag("text", choices=("float32", "bfloat16")),
     "device": Flag("text", pattern=r"auto|cpu|cuda(:\d+)?", described="auto, cpu, cuda or cuda:N"),
     "wandb-project": _TEXT,

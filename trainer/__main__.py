@@ -61,19 +61,19 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
 
     `weights` adds the headers of the weights. Returns one line that describes the run. Raises InputError.
     """
-    from trainer import resuming
+    from trainer import device, resuming, toy
     from trainer.data_meta import check_meta, read_meta
     from trainer.drafter_config import DrafterConfig
     from trainer.modeldir import check_weights, default_mask_token, text_config, tokenizer_digest
 
-    resuming.check(settings)
-    if settings.target_model == "toy":
-        return "settings are valid; the toy target is made at the start"
-    target = text_config(settings.target_model)
-    tokenizer = tokenizer_digest(settings.target_model)
+    device.check(settings.device)
+    made_here = settings.target_model == "toy"
+    target = toy.wanted().shape if made_here else text_config(settings.target_model)
+    tokenizer = "" if made_here else tokenizer_digest(settings.target_model)
     mask = settings.mask_token_id
     if mask is None:
-        mask = default_mask_token(settings.target_model, target.vocab_size)
+        last = target.vocab_size - 1  # the toy's own
+        mask = last if made_here else default_mask_token(settings.target_model, target.vocab_size)
     drafter = DrafterConfig.for_target(
         target,
         block_size=settings.block_size,
@@ -82,6 +82,11 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
         num_taps=settings.num_taps,
         mask_token_id=mask,
     )
+    resuming.check(settings, drafter)
+    if made_here:
+        if settings.data_dir:
+            read_meta(settings.data_dir)
+        return "settings are valid; the toy target is made at the start"
     assert settings.data_dir
     meta = read_meta(settings.data_dir)
     check_meta(settings.data_dir, meta, tokenizer, target.vocab_size)

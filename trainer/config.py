@@ -21,6 +21,7 @@ from trainer.errors import InputError, nearest
 from trainer.status import RUN_DIR_VARIABLE
 
 CACHE_VARIABLE = "DRAFTHOUSE_CACHE"
+LARGEST = 2**31 - 1  # of a whole number, unless a flag says otherwise: what fits everywhere it is handed on
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,14 @@ class Kind:
     types: tuple[type, ...] = (str,)  # what YAML may give instead of text
 
 
-def integer(least: int, most: int | None = None) -> Kind:
+def integer(least: int, most: int = LARGEST) -> Kind:
     def read(text: str) -> int:
         value = int(text)
-        if value < least or (most is not None and value > most):
+        if not least <= value <= most:
             raise ValueError
         return value
 
-    span = f"from {least} to {most}" if most is not None else f"of at least {least}"
+    span = f"from {least} to {most}"
     return Kind(read, f"a whole number {span}", (int,))
 
 
@@ -70,7 +71,10 @@ def _device(text: str) -> str:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    found = tuple(int(part) for part in text.split(","))
+    if any(not 0 <= number <= LARGEST for number in found):
+        raise ValueError
+    return found
 
 
 TEXT = Kind(str, "text")
@@ -120,10 +124,12 @@ class Settings:
     max_seq_len: int = flag(3072, integer(16), "longer documents are cut here", learns=True)
     max_batch_size: int = flag(64, integer(1), "documents in a micro-batch", learns=True)
     max_anchors: int = flag(512, integer(1), "blocks in a micro-batch, shared by its documents", learns=True)
-    seed: int = flag(0, integer(0), "of the data's order, the anchors and the first weights", learns=True)
+    seed: int = flag(
+        0, integer(0, 2**63 - 1), "of the data's order, the anchors and the first weights", learns=True
+    )
 
     block_size: int = flag(16, integer(2, 256), "slots in a block, the anchor included", learns=True)
-    num_draft_layers: int = flag(5, integer(1), "layers of the drafter", learns=True)
+    num_draft_layers: int = flag(5, integer(1, 256), "layers of the drafter", learns=True)
     target_layer_ids: tuple[int, ...] | None = flag(
         None, INTEGERS, "target layers to tap, from 0", learns=True
     )
@@ -144,7 +150,7 @@ class Settings:
     eval_prompts: int = flag(0, integer(0), "prompts for real speculative decoding before and after; 0: none")
     eval_tokens: int = flag(128, integer(2), "tokens decoded for each prompt")
     cache_features: bool = flag(False, SWITCH, "compute the target's features once and keep them in memory")
-    threads: int | None = flag(None, integer(1), "CPU threads (default: all)")
+    threads: int | None = flag(None, integer(1, 1024), "CPU threads (default: all)")
     dtype: str = flag("float32", one_of("float32", "bfloat16"), "of the target", learns=True)
     device: str = flag("auto", DEVICE, "where to compute (auto: a GPU if there is one)")
     wandb_project: str | None = flag(None, TEXT, "also log to Weights & Biases")

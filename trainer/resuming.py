@@ -11,7 +11,10 @@ from trainer.checkpoint import Found
 from trainer.config import Settings
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
+from trainer.modeldir import target_digest
 
+_OF_TARGET = ("vocab_size", "hidden_size", "num_target_layers")
+_OF_SETTINGS = ("block_size", "num_hidden_layers", "target_layer_ids", "mask_token_id")
 TOY = "toy "  # before the digest of a target that the trainer made itself
 
 
@@ -72,10 +75,11 @@ def _difference(theirs: DrafterConfig, ours: DrafterConfig) -> str:
     )
 
 
-def check(settings: Settings) -> None:
-    """Raise InputError if the newest checkpoint cannot be gone on from, as far as small files tell.
+def check(settings: Settings, drafter: DrafterConfig) -> None:
+    """Raise InputError if the newest checkpoint cannot be gone on from with these settings and `drafter`.
 
-    A deploy asks before it stops the run in progress; the target is looked at only at the start.
+    A deploy asks before it stops the run in progress, so nothing of it may be left for the start to refuse.
+    Of a toy, which need not have been made yet, only its recipe is known.
     """
     if settings.resume == "never":
         return
@@ -83,13 +87,24 @@ def check(settings: Settings) -> None:
     if found is None or found.state.finished:
         return
     shape = DrafterConfig.from_json(checkpoint.read_config(found))
-    given: dict[str, Any] = {
-        "block_size": settings.block_size,
-        "num_hidden_layers": settings.num_draft_layers,
-        "target_layer_ids": settings.target_layer_ids and tuple(settings.target_layer_ids),
-        "mask_token_id": settings.mask_token_id,
-    }
-    wanted = dataclasses.replace(shape, **{name: value for name, value in given.items() if value is not None})
-    ours = {"target": found.state.settings.get("target"), "optimizer": settings.optimizer}
-    if wrong := refusal(found, shape, wanted, ours):
+    theirs = str(found.state.settings.get("target"))
+    if settings.target_model != TOY.strip():
+        unread = settings.target_model if theirs.startswith(TOY) else theirs
+        target = _digest(settings.target_model) or unread
+    elif not theirs.startswith(TOY):
+        target = "the toy"
+    elif any(getattr(shape, name) != getattr(drafter, name) for name in _OF_TARGET):
+        return  # of another recipe's toy: see superseded
+    else:
+        target = theirs
+    wanted = dataclasses.replace(shape, **{name: getattr(drafter, name) for name in _OF_SETTINGS})
+    if wrong := refusal(found, shape, wanted, {"target": target, "optimizer": settings.optimizer}):
         raise InputError(wrong)
+
+
+def _digest(directory: str) -> str | None:
+    """Of a target whose weights may not be there yet."""
+    try:
+        return target_digest(directory)
+    except InputError:
+        return None

@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from trainer.data_meta import read_meta
 from trainer.errors import InputError, nearest
@@ -67,6 +68,19 @@ class Recipe:
     side_by_side: int  # completions generated at one time
     evaluation_prompts: int
     seed: int = 0
+
+    @property
+    def shape(self) -> SimpleNamespace:
+        """What a check has to know of the target's config before there is one."""
+        return SimpleNamespace(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.hidden_size // self.heads,
+        )
 
 
 RECIPES = {
@@ -135,6 +149,11 @@ def recipe_named(name: str) -> Recipe:
     return RECIPES[name]
 
 
+def wanted() -> Recipe:
+    """The recipe that $DRAFTHOUSE_TOY names, else the demo's. Raises InputError for an unknown name."""
+    return recipe_named(os.environ.get(RECIPE_VARIABLE) or "demo")
+
+
 def ensure(cache: Path, shm: Path, report: Report, *, recipe: Recipe | None = None) -> Toy:
     """Make the toy unless `cache` has it, and stage its target under `shm` unless it is there.
 
@@ -143,7 +162,7 @@ def ensure(cache: Path, shm: Path, report: Report, *, recipe: Recipe | None = No
     others wait. Raises InputError if a directory cannot be written, a disk or the shared memory is full,
     or the standard library has no sources.
     """
-    recipe = recipe or recipe_named(os.environ.get(RECIPE_VARIABLE) or "demo")
+    recipe = recipe or wanted()
     text = read_text(recipe)
     key = _key(recipe, text)
     place = cache / f"toy-{key}"

@@ -65,6 +65,8 @@ def test_a_toy_is_a_model_directory_with_data_and_prompts(cache: Path, tmp_path:
     assert tokenizer.decode(tokenizer("def f(x):\n    return x")["input_ids"]) == "def f(x):\n    return x"
     assert tokenizer.eos_token_id == 0
     assert default_mask_token(made.target_dir, model.config.vocab_size) == TINY.vocab_size - 1
+    for name, value in vars(TINY.shape).items():
+        assert getattr(model.config, name) == value, name
 
     data = Completions.open(made.data_dir)
     data.check_target(tokenizer_digest(made.target_dir), model.config.vocab_size)

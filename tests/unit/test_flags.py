@@ -9,7 +9,32 @@ from trainer import config
 from trainer.errors import InputError
 
 TRAINER = {name.replace("_", "-"): field for name, field in config.FIELDS.items()}
-TRIED = [-1e9, -2, -1, -0.5, 0, 1e-9, 0.04, 0.5, 0.999, 1, 1.5, 2, 3, 15, 16, 17, 255, 256, 257, 1000, 10**6]
+TRIED = [
+    -1e9,
+    -2,
+    -1,
+    -0.5,
+    0,
+    1e-9,
+    0.04,
+    0.5,
+    0.999,
+    1,
+    1.5,
+    2,
+    3,
+    15,
+    16,
+    17,
+    255,
+    256,
+    257,
+    1000,
+    1024,
+    1025,
+    10**6,
+]
+TRIED += [limit + more for limit in (2**31 - 1, 2**63 - 1, 10**400) for more in (0, 1)]
 
 
 def test_every_flag_of_the_trainer_is_in_the_table_or_is_set_by_deploy() -> None:
@@ -50,6 +75,8 @@ def test_other_values_are_accepted_by_both_sides_or_by_none(name: str) -> None:
         True,
         [1, 2],
         [0],
+        [2**31],
+        [-1],
     ]
     for value in tried:
         try:

@@ -41,8 +41,8 @@ BAD_RUNS = {
         "runs/demo.yaml:1: trainer.warmup_ratio is 2, but must be a number of at least 0 and below 1",
     "trainer: {block-size: 1}":
         "runs/demo.yaml:1: trainer.block-size is 1, but must be a whole number from 2 to 256",
-    "trainer: {epochs: 1.5}": "runs/demo.yaml:1: trainer.epochs is 1.5, but must be a whole number of at least 1",
-    "trainer: {epochs: true}": "runs/demo.yaml:1: trainer.epochs is true, but must be a whole number of at least 1",
+    "trainer: {epochs: 1.5}": "runs/demo.yaml:1: trainer.epochs is 1.5, but must be a whole number from 1 to 2147483647",
+    "trainer: {epochs: true}": "runs/demo.yaml:1: trainer.epochs is true, but must be a whole number from 1 to 2147483647",
     "trainer: {resume: maybe}": "runs/demo.yaml:1: trainer.resume is 'maybe', but must be auto or never",
     "trainer: {device: gpu}": "runs/demo.yaml:1: trainer.device is 'gpu', but must be auto, cpu, cuda or cuda:N",
     "trainer: {target-layer-ids: 3}":

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
 
 from trainer import __main__ as program
-from trainer import config
+from trainer import config, device
 from trainer.config import Settings, parse
 from trainer.errors import InputError
 
@@ -53,11 +55,12 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
         (["--lr", "fast"], "--lr 'fast' must be a number above 0"),
         (["--lr", "nan"], "--lr 'nan' must be a number above 0"),
         (["--lr", "inf"], "--lr 'inf' must be a number above 0"),
-        (["--epochs", "1.5"], "--epochs '1.5' must be a whole number of at least 1"),
+        (["--epochs", "1.5"], "--epochs '1.5' must be a whole number from 1 to 2147483647"),
         (["--epochs"], "argument --epochs: expected one argument"),
         (["--warmup-ratio", "1"], "--warmup-ratio '1' must be a number from 0 to below 1"),
         (["--block-size", "1"], "--block-size '1' must be a whole number from 2 to 256"),
-        (["--threads", "0"], "--threads '0' must be a whole number of at least 1"),
+        (["--threads", "0"], "--threads '0' must be a whole number from 1 to 1024"),
+        (["--seed", str(2**64)], f"--seed '{2**64}' must be a whole number from 0 to {2**63 - 1}"),
         (["--resume", "yes"], "--resume 'yes' must be auto or never"),
         (["--dtype", "float16"], "--dtype 'float16' must be float32 or bfloat16"),
         (["--device", "gpu"], "--device 'gpu' must be auto, cpu, cuda or cuda:N"),
@@ -215,6 +218,85 @@ def test_flags_that_do_not_fit_the_target_are_told_before_torch_is_imported(
 ) -> None:
     assert program.main(tiny.flags(*model, tmp_path / "out", **changes)) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--target-layer-ids", "9"], "--target-layer-ids 9 does not fit a target of 4 layers"),
+        (["--num-taps", "4"], "--num-taps 4 is out of range: this target has 4 layers"),
+        (["--mask-token-id", "1024"], "--mask-token-id 1024 is not in the target's vocabulary of 1024"),
+        (["--data-dir", "/nowhere"], "--data-dir /nowhere: it has no data.json"),
+        (["--device", "cuda"], "--device cuda: "),
+    ],
+)
+def test_the_toys_settings_are_checked_before_it_is_made(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    says: str,
+) -> None:
+    monkeypatch.delenv("DRAFTHOUSE_TOY", raising=False)
+    monkeypatch.setattr(device, "_built_without_gpu", lambda: True)
+    given = [*GIVEN, "--output-dir", str(tmp_path / "out"), "--check-config"]
+    assert program.main(given) == 0
+    assert program.main([*given, *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "visible", "says"),
+    [
+        ("cuda", [], None, "there is no GPU here"),
+        ("cuda:2", ["nvidia0", "nvidia1", "nvidiactl"], None, "a run sees 2 GPUs here; give one"),
+        ("cuda:1", ["nvidia0", "nvidia1"], "1", "sees 1 GPUs here (CUDA_VISIBLE_DEVICES is '1')"),
+        ("cuda", ["nvidia0"], "", "sees 0 GPUs"),
+        ("cuda", ["kfd"], "-1", "sees 0 GPUs"),
+        ("cuda", ["nvidia0"], None, None),
+        ("cuda:1", ["nvidia0", "nvidia1"], "0,1", None),
+        ("cuda:3", ["kfd"], None, None),
+        ("cuda:1", ["dxg"], "0,1", None),
+        ("cpu", [], "", None),
+        ("auto", [], "", None),
+    ],
+)
+def test_a_device_that_is_not_there_is_told_without_torch(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    nodes: list[str],
+    visible: str | None,
+    says: str | None,
+) -> None:
+    monkeypatch.setattr(device, "_built_without_gpu", lambda: False)
+    for node in nodes:
+        (tmp_path / node).touch()
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if says is None:
+        device.check(name, devices=tmp_path, environment=environment)
+        return
+    with pytest.raises(InputError, match=re.escape(says)):
+        device.check(name, devices=tmp_path, environment=environment)
+
+
+@pytest.mark.parametrize(
+    ("lines", "without"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", True),
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", False),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n", False),
+        ("cuda = None\n", True),
+        ("", False),
+    ],
+)
+def test_a_torch_for_the_cpu_alone_is_known_by_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, without: bool
+) -> None:
+    (tmp_path / "version.py").write_text(lines)
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: spec)
+    assert device._built_without_gpu() is without
 
 
 def test_check_config_needs_no_weights(
