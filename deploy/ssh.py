@@ -42,14 +42,18 @@ KILL_TIMEOUT = 5.0
 PATIENCE = 15.0  # seconds with a server that closes before its greeting: too many at once (MaxStartups)
 REFUSED = b"session request failed"  # of a server whose MaxSessions are in use
 
-# Arguments: a directory, ssh's words. Becomes ssh; what stays beside it ends ssh, and removes the directory,
-# when our end of stdin closes without a word, which is when we were killed.
+# Arguments: a directory, ssh's words. Becomes ssh. What stays beside it ends ssh when our end of stdin closes
+# without a word, which is when we were killed; and removes the directory, unless the word is `stay`.
 _WATCHED = """\
 trap "" INT QUIT
 directory=$1
 shift
 exec 3<&0 </dev/null
-(trap "" HUP; IFS= read -r word <&3 || { kill "$$"; rm -rf -- "$directory"; }) >/dev/null 2>&1 &
+(
+  trap "" HUP
+  IFS= read -r word <&3 || kill "$$"
+  [ "$word" = stay ] || rm -rf -- "$directory"
+) >/dev/null 2>&1 &
 exec 3<&-
 exec "$@"
 """
@@ -111,6 +115,7 @@ class Ssh:
                     self._master = master
                     log.debug("%s: connected in %.2f s", self.name, time.monotonic() - began)
                     return
+                master.end()
                 if not self._patient(began) or not sshfailure.is_busy(errors):
                     raise HostError(sshfailure.explain(self.name, self.address, errors))
                 time.sleep(random.uniform(0.1, 0.3) * 2 ** min(attempt, 3))  # not in step with others
@@ -135,14 +140,14 @@ class Ssh:
 
     def close(self) -> None:
         with self._connecting:
-            self._end_master()
+            self._end_master(last=True)
             if self._place is not None:
                 self._place.remove()
                 self._place = None
 
-    def _end_master(self) -> None:
+    def _end_master(self, *, last: bool = False) -> None:
         if self._master is not None:
-            self._master.end()
+            self._master.end(last=last)
             self._master = None
 
     def _own_place(self) -> _Place:
@@ -471,7 +476,7 @@ class _Master:
             target=_collect, args=(_pipe(self._process.stderr), self._lines), daemon=True
         )
         self._reader.start()
-        self.end = weakref.finalize(self, _end, self._process)
+        self._at_exit = weakref.finalize(self, _end, self._process, b"end\n")
 
     def wait_connected(self, seconds: float | None) -> str | None:
         """Wait until sessions can be opened. What ssh said if it ended or `seconds` passed; None: it can."""
@@ -488,6 +493,11 @@ class _Master:
             self.end()
             raise
         return None
+
+    def end(self, *, last: bool = False) -> None:
+        """End it; with `last`, nothing in its directory is needed any more."""
+        if self._at_exit.detach():
+            _end(self._process, b"end\n" if last else b"stay\n")
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -509,9 +519,9 @@ def _collect(pipe: IO[bytes], lines: deque[str]) -> None:
         lines.append(line.decode(errors="replace").rstrip())
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], word: bytes) -> None:
     with contextlib.suppress(OSError):
-        _pipe(process.stdin).write(b"end\n")  # so that the watcher beside it does not kill a pid, ours or not
+        _pipe(process.stdin).write(word)  # or the watcher beside it would kill a pid, ours or not any more
         _pipe(process.stdin).close()
     if process.poll() is None:
         process.terminate()
