@@ -233,13 +233,13 @@ class Probe:
     # -- runs ----------------------------------------------------------------------------------------------
 
     def runs(self) -> list[dict[str, Any]]:
-        """The newest runs of every name, oldest first."""
+        """The newest runs of every name, and whichever are in progress, oldest first."""
         kept = []
         count: dict[str, int] = {}
         for run in reversed(status.list_runs(self.state / "runs")):
             name = status.split_run_id(run.path.name)[1]
             count[name] = count.get(name, 0) + 1
-            if count[name] <= RUNS_PER_NAME:
+            if count[name] <= RUNS_PER_NAME or run.alive():
                 kept.append(self.run(run, name))
         return kept[::-1]
 

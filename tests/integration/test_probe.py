@@ -223,6 +223,17 @@ def test_only_the_newest_runs_of_a_name_are_read_and_other_names_keep_theirs(pla
     assert runs == [first.path.name, *(f"{n:04d}-demo" for n in range(7, 27))]
 
 
+def test_a_run_in_progress_is_read_however_many_came_after_it(place):
+    running = place.run_dir()
+    for _ in range(25):
+        place.run_dir()
+    with open(running.lock, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runs = collect(place, sample=0)["runs"]
+    assert [run["run_id"] for run in runs if run["alive"]] == ["0001-demo"]
+    assert len(runs) == 21
+
+
 # -- files that are not ours, or not whole ------------------------------------------------------------------
 
 FILES = ["run.json", "launch.json", "exit.json", "switch.json", "status/0.json"]
