@@ -340,14 +340,17 @@ def take_in(images: str, where: str, blobs: Sequence[Sequence[Any]], progress: P
                         progress(f"checking what has come: {size(file.tell())} of {size(count)}")
                         told = time.monotonic()
                 os.fsync(file.fileno())
+            if found.hexdigest() == name:
+                os.replace(came, final)
         except FileNotFoundError:
+            if _has(final, count):  # another ship of the same was faster
+                continue
             raise DeployError(f"a layer of the image did not reach {where}: run the command again") from None
         if found.hexdigest() != name:
-            came.unlink()
+            came.unlink(missing_ok=True)
             raise DeployError(
                 f"a layer of the image arrived damaged on {where} and was removed: run the command again"
             )
-        os.replace(came, final)
 
 
 # -- loading -----------------------------------------------------------------------------------------------
