@@ -30,7 +30,7 @@ help:  ## this menu
 	@awk -F ':.*## ' '/^## /{print "\n" substr($$0, 4)} /^[a-z-]+:.*## /{printf "  %-13s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 ## Run
-.PHONY: demo deploy status tail restart stop tensorboard
+.PHONY: demo deploy status tail restart stop start rollback diff pull tensorboard
 demo: $(VENV)/.deploy,trainer  ## train a small drafter on this machine, and watch it learn
 	@$(VENV)/bin/fab deploy --host "$${HOST:-localhost}" --run "$${RUN:-demo}" $(if $(NAME),--name "$$NAME")
 
@@ -48,6 +48,18 @@ restart: $(VENV)/.deploy  ## save a checkpoint, stop, and start again with the f
 
 stop: $(VENV)/.deploy  ## save a checkpoint and stop
 	@$(VENV)/bin/fab stop $(FLAGS)
+
+start: $(VENV)/.deploy  ## start what is deployed again, if it does not run
+	@$(VENV)/bin/fab start $(FLAGS)
+
+rollback: $(VENV)/.deploy  ## stop, and start the release before this one
+	@$(VENV)/bin/fab rollback $(FLAGS)
+
+diff: $(VENV)/.deploy  ## what is deployed against what would be rendered now
+	@$(VENV)/bin/fab diff $(FLAGS) $(if $(RUN),--run "$$RUN")
+
+pull: $(VENV)/.deploy  ## bring the newest checkpoint here, into pulled/
+	@$(VENV)/bin/fab pull $(FLAGS)
 
 tensorboard: $(VENV)/.deploy,trainer  ## curves of this machine's runs: loss, tok/s, τ, memory
 	@state=$$HOME/.local/state/drafthouse; [ "$$(id -u)" != 0 ] || state=/var/lib/drafthouse; \
@@ -74,7 +86,13 @@ testbed:  ## install what the tests of engine and SSH need, by apt (as root)
 	@python3 -m tests.testbed doctor
 
 ## Keep
-.PHONY: compose lock clean
+.PHONY: bootstrap prune compose lock clean
+bootstrap: $(VENV)/.deploy  ## install what a Debian or Ubuntu HOST lacks, after saying what
+	@$(VENV)/bin/fab bootstrap $(if $(HOST),--host "$$HOST")
+
+prune: $(VENV)/.deploy  ## remove what nothing uses from HOST, after asking
+	@$(VENV)/bin/fab prune $(FLAGS)
+
 compose: $(VENV)/.deploy  ## render compose.yaml from templates/compose.yaml.j2
 	@$(VENV)/bin/python -m deploy.runtimes.compose >compose.yaml.new && mv compose.yaml.new compose.yaml
 

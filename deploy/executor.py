@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import io
 import itertools
+import os
 import sys
 import threading
 import traceback
@@ -21,6 +22,8 @@ from fabric.tasks import ConnectionCall
 from invoke import Exit
 
 from deploy.errors import USAGE, DeployError
+
+_COLOURS = ("36", "35", "33", "34", "32", "96", "95", "93")  # of hosts, in their order
 
 
 class Parallel(Executor):
@@ -56,7 +59,7 @@ class Parallel(Executor):
 
         def work(call: Any, name: str) -> None:
             for stream in (out, err):
-                stream.begin(f"{name:{width}} │ ")
+                stream.begin(paint(f"{name:{width}} │ ", _COLOURS[names.index(name) % len(_COLOURS)], stream))
             try:
                 self._call(call, self.config.clone())
                 codes[name], ends[name] = 0, "ok"
@@ -80,10 +83,17 @@ class Parallel(Executor):
         finally:
             sys.stdout, sys.stderr = stdout, stderr
         for name in names:
-            print(f"{name:{width}}   {ends[name]}")
+            print(f"{name:{width}}   {paint(ends[name], '31' if codes[name] else '32', sys.stdout)}")
         failed = [name for name in names if codes[name]]
         if failed:
             raise Exit(f"failed on {', '.join(failed)}", code=max(codes[name] for name in failed))
+
+
+def paint(text: str, colour: str, stream: Any) -> str:
+    """`text` in a colour, where that helps (no-color.org)."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def outcome(error: BaseException) -> tuple[int, str]:

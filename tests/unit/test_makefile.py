@@ -78,6 +78,12 @@ def test_make_alone_shows_the_menu(house: Path) -> None:
         (["tail", "HOST=gpu-box", "NAME=exp-1"], "[tail][--host][gpu-box][--name][exp-1]"),
         (["restart", "RUN=runs/a b.yaml"], "[restart][--run][runs/a b.yaml]"),
         (["stop", "NAME=exp-1"], "[stop][--name][exp-1]"),
+        (["start", "NAME=exp-1"], "[start][--name][exp-1]"),
+        (["rollback", "HOST=gpu-box"], "[rollback][--host][gpu-box]"),
+        (["diff", "RUN=demo"], "[diff][--run][demo]"),
+        (["pull", "HOST=gpu-box"], "[pull][--host][gpu-box]"),
+        (["bootstrap", "HOST=gpu-box", "NAME=x"], "[bootstrap][--host][gpu-box]"),
+        (["prune", "HOST=gpu-box"], "[prune][--host][gpu-box]"),
         (["deploy", "HOST=gpu-box", "RUN=demo"], "[deploy][--host][gpu-box][--run][demo]"),
     ],
 )
