@@ -19,7 +19,7 @@ from samples import facts as sample
 from samples import recipe, survey
 from testbed.docker import Docker
 
-from deploy import CHECKOUT, evidence, files, plan, release
+from deploy import CHECKOUT, evidence, files, new_run, plan, release
 from deploy.host import Local
 from deploy.image import Image
 from deploy.release import Layout, Release
@@ -76,11 +76,12 @@ class Place:
         release.write(self.host, self.layout, made)
         return made
 
-    def run(self, made: Release, owner: int = compose.IMAGE_USER, **fields: Any) -> status.Run:
+    def run(
+        self, made: Release, owner: int = compose.IMAGE_USER, content: str | None = None, **fields: Any
+    ) -> status.Run:
         """The next run, in the state that a deploy and the switch bring it into before the start."""
-        directory = status.allocate_run(Path(self.layout.state, "runs"), self.layout.name)
-        run = status.Run(
-            directory.path.name,
+        told = status.Run(
+            "",
             self.layout.name,
             list(made.command),
             runtime="compose",
@@ -88,11 +89,12 @@ class Place:
             devices=[],
             **{"restart_attempts": 0, **fields},
         )
-        directory.write_run(run)
-        for path in (str(directory.path), self.layout.checkpoints, self.layout.cache):
-            os.makedirs(path, exist_ok=True)
-            os.chown(path, owner, owner)
+        places = [self.layout.checkpoints, self.layout.cache]
+        done = new_run.make(self.layout.state, vars(told), content, places, [owner, owner])
+        run = status.Run(**done["run"])
         files.replace_link(Path(self.layout.home, "run"), f"../../runs/{run.run_id}")
+        if run.secrets_file:
+            files.replace_link(Path(self.layout.home, "secrets"), os.path.basename(run.secrets_file))
         return run
 
     def path(self, run: status.Run) -> str:
@@ -303,14 +305,7 @@ def test_a_run_in_a_container_has_its_places_its_user_and_no_more(
         "DRAFTHOUSE_WEIGHTS": str(shared_memory),
         "NOTE": HOSTILE,
     }
-    run = here.run(
-        made, inside, environment=places, secrets=["KEY"], secrets_file=here.layout.secrets("0001-cmprun")
-    )
-    secret = Path(here.layout.secrets("0001-cmprun"))
-    secret.write_text("KEY=hunter2\n")
-    secret.chmod(0o400)
-    os.chown(secret, inside, inside)
-    files.replace_link(Path(here.layout.home, "secrets"), secret.name)
+    run = here.run(made, inside, "KEY=hunter2\n", environment=places, secrets=["KEY"])
     assert here.trial(made, run)[0] == 0
     directory = here.start(made, run)
     told = json.loads(until(lambda: read(directory.path / "told.json")))
@@ -350,7 +345,7 @@ def test_the_trial_finds_what_the_containers_user_cannot_write(
     here = place("cmptrial")
     made, run = trainer_run(here, tmp_path, ["python3"])
     assert here.trial(made, run)[0] == 0
-    os.chown(here.layout.checkpoints, 0, 0)
+    os.chown(here.layout.checkpoints, 0, 0)  # as after a plain process of root's
     assert here.trial(made, run) == (
         1,
         f"error: {here.layout.checkpoints} cannot be written by the container's user (10001:10001); "
