@@ -88,6 +88,7 @@ class Ssh:
         self._place: _Place | None = None
         self._master: _Master | None = None
         self._stream: subprocess.Popen[bytes] | None = None
+        self._silent: bool | None = None  # whether one more connection asks nothing; None: not tried
         self._failed: HostError | None = None  # of a connection that was begun
 
     def __repr__(self) -> str:
@@ -165,7 +166,25 @@ class Ssh:
     def _own_words(self) -> list[str]:
         """ssh for a connection of its own."""
         place = self._own_place()
-        return [*self._ssh(place), "-o", "ControlMaster=no", "-o", "ControlPath=none", *self._target]
+        apart = ["-o", "ControlMaster=no", "-o", "ControlPath=none", "-o", "BatchMode=yes"]
+        return [*self._ssh(place), *apart, *self._target]
+
+    def _has_own(self) -> bool:
+        """Whether a connection of its own comes about without a question.
+
+        A passphrase or a password is asked for once, for the master; what would ask again shares it.
+        """
+        self.connect()
+        if self._own_place().interactive and self._silent is None:
+            talk = self._talk(["true"], shared=False)
+            try:
+                talk.to_its_end(time.monotonic() + CONNECT_TIMEOUT)
+            except TimeoutError:
+                pass
+            finally:
+                kill_group(talk.process)
+            self._silent = talk.begun is not None
+        return self._silent is not False
 
     def _shared_words(self) -> list[str]:
         """ssh for one more session of the master."""
@@ -337,7 +356,7 @@ class Ssh:
         self, argv: Sequence[str], env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         log.debug("%s: open %s", self.name, describe(argv, env, None))
-        if self._stream is not None and self._stream.poll() is None:
+        if self._stream is not None and self._stream.poll() is None and self._has_own():
             return self._open(argv, env, shared=False)
         process = self._open(argv, env, shared=True)
         self._stream = process
@@ -345,7 +364,7 @@ class Ssh:
 
     def bulk(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         log.debug("%s: open %s over a connection of its own", self.name, describe(argv, env, None))
-        return self._open(argv, env, shared=False)
+        return self._open(argv, env, shared=not self._has_own())
 
     def _open(
         self, argv: Sequence[str], env: Mapping[str, str] | None, *, shared: bool
@@ -380,10 +399,9 @@ class Ssh:
             raise
 
     def rsync_shell(self) -> str:
-        self.connect()
-        place = self._own_place()
-        words = place.path / "rsync-words"
-        words.write_text(json.dumps([*self._own_words(), COMMAND]))
+        ssh = self._own_words() if self._has_own() else self._shared_words()
+        words = self._own_place().path / "rsync-words"
+        words.write_text(json.dumps([*ssh, COMMAND]))
         return shlex.join([sys.executable, "-I", "-S", sshpipe.__file__, str(words)])
 
     # -- files ---------------------------------------------------------------------------------------------

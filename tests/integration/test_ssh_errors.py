@@ -338,21 +338,25 @@ def test_a_key_in_an_agent_is_used(gpubox, tmp_path):
 
 
 AT_A_TERMINAL = f"""\
-import sys
+import subprocess, sys
 sys.path.insert(0, {str(CHECKOUT)!r})
 from deploy.ssh import Ssh
 box = Ssh("asks")
 print("in as", box.run(["id", "-un"], timeout=30).text, flush=True)
+with box.bulk(["id", "-un"]) as process:
+    print("much as", process.stdout.read().decode(), flush=True)
+subprocess.run(["rsync", "-e", box.rsync_shell(), "x:/etc/hostname", sys.argv[1]], check=True)
+print("copied", flush=True)
 box.run(["sleep", "1000"], timeout=1000)
 """
 
 
-def test_at_a_terminal_ssh_may_ask_for_the_passphrase_and_ctrl_c_still_works(gpubox):
+def test_at_a_terminal_ssh_may_ask_for_the_passphrase_once_and_ctrl_c_still_works(gpubox, tmp_path):
     key = gpubox.key("asked-for", passphrase="secret", allowed="ada")
     gpubox.alias("asks", User="ada", IdentityFile=key)
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL])
+        os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL, str(tmp_path / "copy")])
     said = b""
 
     def until(word: bytes) -> None:
@@ -364,6 +368,10 @@ def test_at_a_terminal_ssh_may_ask_for_the_passphrase_and_ctrl_c_still_works(gpu
     until(b"Enter passphrase for key")
     os.write(terminal, b"secret\n")
     until(b"in as ada")
+    until(b"much as ada")  # over the same connection: one more would ask again
+    until(b"copied")
+    assert (tmp_path / "copy").exists()
+    assert said.count(b"Enter passphrase") == 1
     os.write(terminal, b"\x03")
     until(b"KeyboardInterrupt")
     with contextlib.suppress(OSError):  # the end of a terminal, when nobody has it any more

@@ -220,6 +220,17 @@ def test_a_stream_takes_and_gives_bytes_while_it_runs():
         assert process.wait(30) == 0
 
 
+def test_this_machine_is_never_lost_and_needs_no_way_for_rsync():
+    host = Local()
+    with host.bulk(["cat"]) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.close()
+        assert process.stdout.read() == b""
+    host.close()
+    assert (host.is_local, host.lost(), host.rsync_shell()) == (True, False, None)
+
+
 @dataclass
 class Settings:
     name: str
