@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy import again, execute, lock, onhost, overview, plan, release, secrets, settings, survey
+from deploy import again, execute, lock, onhost, overview, plan, release, secrets, settings, survey, typedpath
 from deploy import prune as pruning
 from deploy import pull as fetching
 from deploy.errors import USAGE, DeployError, either, nearest
@@ -268,12 +268,18 @@ def rendered(goal: Target, wanted: Recipe, progress: Progress = silent) -> relea
 
 def write_out(made: release.Release, directory: Path) -> None:
     """Write a release's files below `directory`, which must be new or empty."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    there = typedpath.look(directory, f"--out {directory}")
+    if there and (there != typedpath.DIRECTORY or any(directory.iterdir())):
         raise DeployError(f"--out {directory} is not empty; name a new directory", code=USAGE)
-    for name, data in {**made.files, release.MANIFEST: made.manifest}.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+    try:
+        for name, data in {**made.files, release.MANIFEST: made.manifest}.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    except OSError as error:
+        raise DeployError(
+            f"--out {directory} cannot be written ({error.strerror}); name another directory", code=USAGE
+        ) from None
 
 
 def diff(goal: Target, wanted: Recipe, progress: Progress = silent) -> str:
@@ -283,7 +289,8 @@ def diff(goal: Target, wanted: Recipe, progress: Progress = silent) -> str:
     new = plan.make_release(found, goal.settings, wanted.settings)
     old = plan.release_before(found)
     if old is None:
-        return f"nothing of {wanted.settings.name} is deployed on {goal.settings.name}; fab deploy would write {new.id}"
+        name, where = wanted.settings.name, goal.settings.name
+        return f"nothing of {name} is deployed on {where}; fab deploy would write {new.id}"
     before = release.deployed(goal.host, found.layout, old)
     if before is None:
         return f"release {old} is damaged or gone; fab deploy would write {new.id}"

@@ -7,13 +7,13 @@ Python >= 3.9.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy import weights_store
+from deploy import typedpath, weights_store
+from deploy.errors import DeployError
 
 PYTHON_TIMEOUT = 20.0  # seconds for the trainer's Python to say who it is; a disk may be asleep
 
@@ -85,13 +85,17 @@ def weights(source: str, shm: str, read: bool) -> dict[str, Any]:
 
 def data(source: str) -> dict[str, Any]:
     """A directory of data of this host: its path and what is wrong with it, as a list of sentences."""
-    path = Path(os.path.expanduser(source))
+    path = typedpath.expand(source)
     return {"path": str(path), "problems": data_problems(path)}
 
 
 def data_problems(path: Path) -> list[str]:
-    if not path.is_dir():
-        what = "are no directory" if path.exists() else "do not exist"
+    try:
+        kind = typedpath.look(path, f"data {path}")
+    except DeployError as error:
+        return [str(error)]
+    if kind != typedpath.DIRECTORY:
+        what = "are no directory" if kind else "do not exist"
         return [f"data {path} {what}; correct data: in the run's file"]
     if not any(path.iterdir()):
         return [f"data {path} are empty; put tokenised completions there, or correct data: in the run's file"]

@@ -1,9 +1,10 @@
-"""What `status`, `runs` and `tail` say about the runs of a host: evidence in, rows out. Nothing here prints."""
+"""What `status`, `runs` and `tail` say about the runs of a host: evidence in, rows out. Prints nothing."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,7 @@ def _against_files(
     Its own --set changes belong to it and are no difference.
     """
     written = run["run"]
-    if not written.get("run_file") or not (goal.project.root / written["run_file"]).is_file():
+    if not written.get("run_file") or not os.path.isfile(goal.project.root / written["run_file"]):
         return None
     changes = [f"{key}={value}" for key, value in (written.get("changes") or {}).items()]
     try:

@@ -1,6 +1,6 @@
 """`fab pull`: a checkpoint, a log, TensorBoard events or a whole run, brought home from a host.
 
-What is fetched is collected beside its place and appears by rename, whole and checked (SHA-256 of every file).
+What is fetched is collected beside its place and appears by rename, whole and checked by SHA-256.
 A fetch that broke off goes on where it was, at the byte; one of a run that has grown fetches what is new.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import onhost
+from deploy import onhost, typedpath
 from deploy.errors import USAGE, DeployError, either
 from deploy.host import Host, HostError
 from deploy.release import Layout
@@ -64,7 +64,7 @@ def choose(layout: Layout, run_id: str | None, what: str, out: Path, checkpoint:
 
 def fetch(host: Host, item: Item, progress: Progress = lambda text: None) -> str:
     """Bring an item home; returns what was done, for people. Raises DeployError; what is there stays."""
-    if item.place.exists() and not item.grows:
+    if typedpath.look(item.place, str(item.place)) and not item.grows:
         return f"{item.place} is there already"
     found = onhost.ask(host, "deploy.pull_source:listing", item.root, timeout=_TIMEOUT)
     files = found["files"]
@@ -83,7 +83,8 @@ def fetch(host: Host, item: Item, progress: Progress = lambda text: None) -> str
         _appear(item, incoming, files)
     except OSError as error:
         raise DeployError(
-            f"{error.filename or incoming} cannot be written ({error.strerror}); choose another place with --out"
+            f"{error.filename or incoming} cannot be written ({error.strerror}); "
+            "choose another place with --out"
         ) from None
     total = sum(file["size"] for file in files)
     return (
@@ -118,7 +119,7 @@ def _begin_with(place: Path, incoming: Path, files: Sequence[Mapping[str, Any]])
 def _fill(
     host: Host, root: str, files: Sequence[Mapping[str, Any]], incoming: Path, progress: Progress
 ) -> int:
-    """Fetch what is missing; returns the number of bytes. A file whose bytes are wrong is fetched anew, once."""
+    """Fetch what is missing; returns the number of bytes. A file with wrong bytes is fetched anew, once."""
     by_name = {file["name"]: file for file in files}
     fetched = 0
     for attempt in (1, 2):

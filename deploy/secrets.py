@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deploy import typedpath
 from deploy.errors import DeployError
 from deploy.settings import SecretSource
 
@@ -37,10 +38,15 @@ def problems(
             found.append(
                 f"secret {name} needs the environment variable {source.env}; set it and deploy again"
             )
-        if source.file and not _file(root, source.file).is_file():
-            found.append(
-                f"secret {name} needs the file {_file(root, source.file)}; write it and deploy again"
-            )
+        if source.file:
+            path = _file(root, source.file)
+            try:
+                there = typedpath.look(path, f"secret {name}: the file {path}")
+            except DeployError as error:
+                found.append(str(error))
+                continue
+            if there != typedpath.FILE:
+                found.append(f"secret {name} needs the file {path}; write it and deploy again")
     return found
 
 
@@ -109,4 +115,4 @@ def _text(name: str, data: bytes) -> str:
 
 
 def _file(root: Path, text: str) -> Path:
-    return root / Path(text).expanduser()
+    return root / typedpath.expand(text)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deploy import explain, fabricfile, flags, sizes, sshconfig, yamlfile
+from deploy import explain, fabricfile, flags, sizes, sshconfig, typedpath, yamlfile
 from deploy.errors import USAGE, DeployError, nearest
 from deploy.host import LOCAL_NAMES
 from deploy.yamlfile import YamlFile, dotted
@@ -384,10 +384,10 @@ def _run_file(project: Project, run: str | None, host: HostSettings | None) -> t
     known = project.runs
     if run in known:
         return known[run], why
-    path = Path(run).expanduser()
+    path = typedpath.expand(run)
     if path.suffix in (".yaml", ".yml") or "/" in run:
         path = path if path.is_absolute() else project.root / path
-        if path.is_file():
+        if typedpath.look(path, f"run file {run}") == typedpath.FILE:
             return path, why
         raise DeployError(f"run file {run} does not exist{nearest(path.stem, known)}", code=USAGE)
     listed = nearest(run, known) or (f"; there are {', '.join(known)}" if known else "; runs/ holds none")

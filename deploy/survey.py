@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import CHECKOUT, lookup, onhost, release, runtimes, secrets, weights, weights_store
+from deploy import CHECKOUT, lookup, onhost, release, runtimes, secrets, typedpath, weights, weights_store
 from deploy.host import Host
 from deploy.release import Layout
 from deploy.runtimes import compose, process
@@ -141,10 +141,10 @@ class Directory:
         """
         if text is None or text == toy:
             return None
-        path = Path(os.path.normpath(project.root / Path(text).expanduser()))
+        path = Path(os.path.normpath(project.root / typedpath.expand(text)))
         if settings.is_local:
             return cls(str(path), here=False)
-        if path.exists() or not (text.startswith("~") or os.path.isabs(text)):
+        if os.path.exists(path) or not (text.startswith("~") or os.path.isabs(text)):
             return cls(str(path), here=True)
         return cls(text, here=False)
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy import files, machine
+from deploy import files, machine, typedpath
 from deploy.errors import DeployError
 from deploy.sizes import size
 
@@ -47,9 +47,13 @@ def check_model_dir(path: Path) -> list[str]:
     Reads headers only: every safetensors file must be exactly as long as its header says, and every file that
     the index names must be there. A copy that broke off, a Git LFS pointer and a half download all show here.
     """
-    if not path.exists():
+    try:
+        kind = typedpath.look(path, f"weights {path}")
+    except DeployError as error:
+        return [str(error)]
+    if not kind:
         return [f"weights {path} do not exist; correct weights: in the run's file"]
-    if not path.is_dir():
+    if kind != typedpath.DIRECTORY:
         return [f"weights {path} are no directory; give the directory that holds config.json"]
     found = []
     config = _json(path / "config.json")
@@ -136,7 +140,7 @@ def look(source: str, shm: str, read: bool = True, progress: Progress = silent) 
     memory; None if not known), name, digest, bytes and root of a `deploy.weights.Weights`. Hashes only what
     is new or changed; without `read` not even that: then it is called changed, since 50 GB take a minute.
     """
-    given = Path(os.path.expanduser(source))
+    given = typedpath.expand(source)
     problems = check_model_dir(given)
     if problems:
         return {"problems": problems}
