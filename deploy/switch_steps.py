@@ -347,16 +347,21 @@ class Switch:
 
     def first_step(self) -> tuple[str, str]:
         """The first step of training itself: until then loading or compiling may still fail."""
+        seconds = self.spec.get("first_step_timeout_seconds", FIRST_STEP_TIMEOUT)
         if not self.spec.get("heartbeats", True):
-            return "skipped", "a command of your own tells no steps"
+            since = time.monotonic()  # it tells no steps; but what dies at once did not take one
+
+            def lives() -> str:
+                long = time.monotonic() - since > SETTLED and self.run().alive()
+                return f"alive for {SETTLED:g} s (a command of your own tells no steps)" if long else ""
+
+            return "ok", self.wait_for(lives, "sign of life", seconds)
 
         def step() -> str:
             beats = [beat for beat in heartbeats(self.run()) if beat.last_step_time]
             return f"step {max(beat.step for beat in beats)}" if beats else ""
 
-        return "ok", self.wait_for(
-            step, "step", self.spec.get("first_step_timeout_seconds", FIRST_STEP_TIMEOUT)
-        )
+        return "ok", self.wait_for(step, "step", seconds)
 
     def settled(self) -> tuple[str, str]:
         """Of a command without heartbeats: its first output (the line after the banner), or that it lives."""

@@ -122,6 +122,14 @@ def test_a_run_that_dies_before_its_first_step_gives_way_to_the_release_before(p
     assert (restored.path / "boot.json").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_command_of_ones_own_that_prints_something_and_dies_is_rolled_back_too(place, old):
+    new = place.run_dir("import sys, time; print('hello', flush=True); time.sleep(1); sys.exit(3)")
+    outcome = back(place, new, old, heartbeats=False)
+    assert outcomes(outcome)["first-heartbeat"] == "ok"
+    assert outcomes(outcome)["first-step"] == "failed"
+    assert outcomes(outcome)["rollback"] == "ok", outcome
+
+
 def test_what_hangs_before_it_begins_is_ended_before_the_release_before_starts_again(place, old, tmp_path):
     place.release("bbbbbbbbbbbb")
     made = place.spec(place.run_dir(), old, "bbbbbbbbbbbb", rollback=before(place, old))
