@@ -288,7 +288,7 @@ _LOADER = """\
 import os, sys, zlib
 if sys.version_info < (3, 9):
     old = sys.version.split()[0]
-    sys.exit("its Python is %s, and what Drafthouse runs there needs 3.9 or later; install a newer python3" % old)
+    sys.exit("Python is %s there, but our scripts need 3.9 or later; install a newer python3" % old)
 def take(count):
     found = b""
     while len(found) < count:
