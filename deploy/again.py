@@ -61,8 +61,8 @@ def template(facts: Mapping[str, Any], name: str, release_id: str, host: str) ->
             known = {field.name for field in dataclasses.fields(status.Run)}
             return status.Run(**{key: value for key, value in written.items() if key in known})
     raise DeployError(
-        f"no run of release {release_id} of {name} is known on {host} any more (pruned), so neither is how it was "
-        "started; fab deploy from the commit that made it"
+        f"no run of release {release_id} of {name} is known on {host} any more (pruned), so neither is how it "
+        "was started; fab deploy from the commit that made it"
     )
 
 
@@ -107,8 +107,8 @@ def restage(facts: Mapping[str, Any], host: str, run: status.Run) -> dict[str, s
         if other["name"] == run.name and isinstance(known, Mapping) and known.get("path") == weights:
             return {key: str(known[key]) for key in ("source", "path", "digest")}
     raise DeployError(
-        f"the weights of release {run.release.get('id')} of {run.name} ({weights}) are not in {host}'s shared "
-        f"memory any more; fab deploy --name {run.name} puts them there"
+        f"the weights of release {run.release.get('id')} of {run.name} ({weights}) are not in {host}'s "
+        f"shared memory any more; fab deploy --name {run.name} puts them there"
     )
 
 

@@ -46,7 +46,8 @@ say() { printf '%s\t%s\n' "$1" "$2"; }
 brief() { if command -v timeout >/dev/null 2>&1; then timeout 8 "$@"; else "$@"; fi; }
 say uid "$(id -u)"; say user "$(id -un)"; say machine "$(uname -m)"
 if [ -r /etc/os-release ]; then
-  ( . /etc/os-release; say id "$ID"; say version "$VERSION_ID"; say codename "$VERSION_CODENAME"; say pretty "$PRETTY_NAME" )
+  ( . /etc/os-release
+    say id "$ID"; say version "$VERSION_ID"; say codename "$VERSION_CODENAME"; say pretty "$PRETTY_NAME" )
 fi
 for program in python3 docker tini rsync apt-get systemctl nvidia-smi nvidia-ctk; do
   say "program.$program" "$(command -v "$program" 2>/dev/null)"
@@ -54,7 +55,9 @@ done
 say python "$(brief python3 -c 'import sys; print(".".join(map(str, sys.version_info[:3])))' 2>/dev/null)"
 say architecture "$(dpkg --print-architecture 2>/dev/null)"
 for package in docker.io docker-ce; do
-  case "$(dpkg-query -W -f '${Status}' "$package" 2>/dev/null)" in *' installed') say "package.$package" yes;; esac
+  case "$(dpkg-query -W -f '${Status}' "$package" 2>/dev/null)" in
+    *' installed') say "package.$package" yes;;
+  esac
 done
 if command -v docker >/dev/null 2>&1; then
   if answer=$(brief docker version --format '{{.Server.Version}}' 2>&1); then say engine "$answer"
@@ -66,9 +69,12 @@ fi
 [ "$(id -u)" = 0 ] || { sudo -n true 2>/dev/null && say sudo yes; }
 [ -r /proc/driver/nvidia/version ] && say driver "$(head -n 1 /proc/driver/nvidia/version)"
 for device in /sys/bus/pci/devices/*; do
-  [ -r "$device/vendor" ] && [ "$(cat "$device/vendor")" = 0x10de ] && case "$(cat "$device/class")" in 0x03*) say gpu "${device##*/}";; esac
+  [ -r "$device/vendor" ] && [ "$(cat "$device/vendor")" = 0x10de ] || continue
+  case "$(cat "$device/class")" in 0x03*) say gpu "${device##*/}";; esac
 done
-for file in /etc/cdi/nvidia.yaml /etc/cdi/nvidia.json /var/run/cdi/nvidia.yaml; do [ -e "$file" ] && say cdi "$file"; done
+for file in /etc/cdi/nvidia.yaml /etc/cdi/nvidia.json /var/run/cdi/nvidia.yaml; do
+  [ -e "$file" ] && say cdi "$file"
+done
 exit 0
 """
 
@@ -242,7 +248,8 @@ def _engine(host: str, seen: Mapping[str, Any], making: _Making) -> None:
         making.there.append(f"Compose {seen['compose']}")
     elif compose:
         making.blocked.append(
-            f"Compose is {seen['compose']}, and {COMPOSE[0]}.{COMPOSE[1]} is needed; upgrade it from where it came"
+            f"Compose is {seen['compose']}, and {COMPOSE[0]}.{COMPOSE[1]} is needed; "
+            "upgrade it from where it came"
         )
     else:
         _install_compose(seen, making, family)
@@ -253,8 +260,8 @@ def _silent_engine(host: str, seen: Mapping[str, Any], making: _Making, family: 
     words = seen.get("engine_error") or "no reason was given"
     if "permission denied" in words:
         making.blocked.append(
-            f"{seen.get('user')} may not talk to Docker Engine; as root: usermod -aG docker {seen.get('user')}, "
-            "then log in anew (who may do that is as good as root there)"
+            f"{seen.get('user')} may not talk to Docker Engine; as root: usermod -aG docker "
+            f"{seen.get('user')}, then log in anew (who may do that is as good as root there)"
         )
     elif family and seen.get("systemd"):
         making.after.append(Step(("systemctl", "enable", "--now", "docker")))
@@ -264,8 +271,8 @@ def _silent_engine(host: str, seen: Mapping[str, Any], making: _Making, family: 
         )
     else:
         making.blocked.append(
-            f"there is a docker client at {seen['program'].get('docker')} of no package, and no engine answers "
-            f"({words}); set DOCKER_HOST for {host}, or remove the client and bootstrap again"
+            f"there is a docker client at {seen['program'].get('docker')} of no package, and no engine "
+            f"answers ({words}); set DOCKER_HOST for {host}, or remove the client and bootstrap again"
         )
 
 
@@ -354,15 +361,16 @@ def _can_install(host: str, seen: Mapping[str, Any], making: _Making) -> bool:
     missing = ", ".join(making.packages) or "a running Docker Engine"
     if not seen["program"].get("apt-get") or not _family(seen):
         making.blocked.append(
-            f"{missing}; fab bootstrap knows Debian (11 and later) and Ubuntu (20.04 and later) only: install "
-            f"Docker Engine {ENGINE[0]}.{ENGINE[1]} or later with Compose {COMPOSE[0]}.{COMPOSE[1]} or later, "
-            "tini, rsync and python3 with this system's own package manager"
+            f"{missing}; fab bootstrap knows Debian (11 and later) and Ubuntu (20.04 and later) only: "
+            f"install Docker Engine {ENGINE[0]}.{ENGINE[1]} or later, Compose {COMPOSE[0]}.{COMPOSE[1]} or "
+            "later, tini, rsync and python3 with this system's own package manager"
         )
         return False
     if seen.get("uid") != "0" and not seen.get("sudo"):
         making.blocked.append(
-            f"{missing}; {seen.get('user')} is not root on {host} and sudo asks for a password: bootstrap as root "
-            f"(address: root@… in fabric.yaml), or let an administrator run apt-get install {' '.join(making.packages)}"
+            f"{missing}; {seen.get('user')} is not root on {host} and sudo asks for a password: bootstrap as "
+            "root (address: root@… in fabric.yaml), or let an administrator run apt-get install "
+            f"{' '.join(making.packages)}"
         )
         return False
     return True
@@ -376,8 +384,9 @@ def _steps(seen: Mapping[str, Any], making: _Making) -> list[Step]:
         steps.append(Step((*apt, "update")))
     if making.docker_repository:
         sources = (
-            f"Types: deb\nURIs: https://download.docker.com/linux/{seen['id']}\nSuites: {seen.get('codename')}\n"
-            f"Components: stable\nArchitectures: {seen.get('architecture')}\nSigned-By: {DOCKER_KEY}\n"
+            f"Types: deb\nURIs: https://download.docker.com/linux/{seen['id']}\n"
+            f"Suites: {seen.get('codename')}\nComponents: stable\n"
+            f"Architectures: {seen.get('architecture')}\nSigned-By: {DOCKER_KEY}\n"
         )
         steps += [
             Step((*install, "ca-certificates", "curl")),
@@ -406,7 +415,8 @@ def carry_out(made: Bootstrap, host: Host, report: Report) -> None:
             host.run(list(step.argv), timeout=STEP_TIMEOUT, input=step.input or None)
         except HostError as error:
             raise DeployError(
-                f"{error}; {number - 1} of {len(made.steps)} steps were done, fab bootstrap goes on with the rest"
+                f"{error}; {number - 1} of {len(made.steps)} steps were done, and fab bootstrap goes on with "
+                "the rest"
             ) from None
 
 

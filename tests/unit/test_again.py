@@ -1,5 +1,7 @@
 """Which release `start`, `rollback` and `restart --same` mean, and what makes them refuse early."""
 
+# ruff: noqa: E501  (whole sentences, as people read them)
+
 from __future__ import annotations
 
 from typing import Any

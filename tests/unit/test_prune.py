@@ -1,5 +1,7 @@
 """What `fab prune` decides, and what the host's end refuses to remove whatever it is asked."""
 
+# ruff: noqa: E501  (lists of things, one a line)
+
 from __future__ import annotations
 
 import os
@@ -189,7 +191,7 @@ def test_what_came_into_use_meanwhile_is_kept_and_named(state: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", hold, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert child.stdout and child.stdin
+    assert child.stdout is not None
     child.stdout.readline()
     mapping = state.parent / "shm" / "m@aaaaaaaaaaaa" / "w"
     file = os.open(mapping, os.O_RDONLY)

@@ -9,10 +9,10 @@ import pytest
 from samples import LOCALHOST, NOW, facts, run
 
 from deploy import overview, show
-from deploy.target import Target
 from deploy.host import Local
 from deploy.settings import Project
 from deploy.sizes import age, size
+from deploy.target import Target
 
 
 def target(path: Path = Path("/none")) -> Target:
