@@ -283,6 +283,17 @@ def test_a_further_stream_gets_a_connection_of_its_own(gpubox, box):
     assert logins(gpubox) == before + 2
 
 
+def test_a_command_finds_a_way_when_all_sessions_of_the_connection_are_in_use(gpubox, box):
+    before = logins(gpubox)
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(box._open(["cat"], None, shared=True)) for _ in range(2)]
+        assert box.run(["cat"], timeout=30, input=b"third").out == b"third"
+        assert logins(gpubox) == before + 1
+        for stream in streams:
+            stream.stdin.close()
+            assert stream.wait(30) == 0
+
+
 def test_many_clients_at_once_get_in_although_only_three_may_log_in_at_a_time(fresh):
     hosts = [Ssh(ALIAS) for _ in range(8)]
     fresh.extend(hosts)
