@@ -93,7 +93,9 @@ def read(wanted: Wanted, pause: Callable[[float], bool]) -> Generator[Event, Non
 
 
 def note(sentence: str) -> Event:
-    return Event("note", 0, sentence.encode())
+    """A sentence for a terminal: what a run has written into its own files must not steer that."""
+    shown = "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in sentence)
+    return Event("note", 0, shown.encode("utf-8", "replace"))
 
 
 def choose(runs: list[status.RunDir]) -> status.RunDir | None:
