@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from deployed import HOST, Place, until  # noqa: E402
 from bench._results import percentile, record  # noqa: E402
 from deploy import switch  # noqa: E402
 from trainer import status  # noqa: E402
+from trainer.processes import PR_SET_CHILD_SUBREAPER, prctl  # noqa: E402
 
 # Steps, lines, heartbeats (for launch only), and a checkpoint on TERM: written, synced, renamed.
 TRAINER = """
@@ -131,13 +133,20 @@ class Usual:
         self.seconds: list[float] = []
         self.log = place / f"nohup-{look}-0.out"
         start = ["sh", "-c", 'log=$1; shift; nohup "$@" >"$log" 2>&1 & echo $!', "sh", str(self.log)]
-        self.pid = int(subprocess.run([*start, *command], capture_output=True, check=True).stdout)
+        self.pid = self._started([*start, *command])
+
+    @staticmethod
+    def _started(argv: list[str]) -> int:
+        """Its pid. It is waited for here, or it would be there, as a zombie, for as long as init likes."""
+        pid = int(subprocess.run(argv, capture_output=True, check=True).stdout)
+        threading.Thread(target=os.waitpid, args=(pid, 0), daemon=True).start()
+        return pid
 
     def restart(self) -> None:
         until(lambda: stamps(self.log.read_bytes(), b"stamp"))
         new = self.place / f"nohup-{self.look}-{len(self.seconds) + 1}.out"
         argv = ["sh", "-c", AGAIN, "sh", str(self.pid), self.look, str(new), *self.command]
-        self.pid = int(subprocess.run(argv, capture_output=True, check=True).stdout)
+        self.pid = self._started(argv)
         begin = until(lambda: new.exists() and stamps(new.read_bytes(), b"begin"))[0]
         self.seconds.append((begin - stamps(self.log.read_bytes(), b"stamp")[-1]) / 1e9)
         self.log = new
@@ -155,6 +164,7 @@ def main() -> int:
     if options.rounds < 3 or options.checkpoint_mb < 0:
         parser.error("--rounds must be at least 3, and --checkpoint-mb not negative")
     chance = random.Random(0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     with tempfile.TemporaryDirectory() as name:
         place = Place(Path(name) / "state")
 
