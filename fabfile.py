@@ -107,6 +107,8 @@ def whole(flag: str, text: str) -> int:
     """A count given on the command line. (Invoke's own numbers answer a mistake with a traceback.)"""
     if not text.isdecimal():
         raise DeployError(f"{flag} {text} must be a whole number, like {flag} 60", code=USAGE)
+    if len(text) > 9:  # beyond what clocks and Python's own reading of numbers take
+        raise DeployError(f"{flag} is {text[:9]}…, but must have at most 9 digits", code=USAGE)
     return int(text)
 
 

@@ -70,6 +70,9 @@ def _sentence(found: ErrorDetails, model: type[BaseModel], file: YamlFile, way: 
     if kind == "extra_forbidden":
         known = _fields(model, inner[:-1])
         return _unknown(file, tuple(map(str, key)), known)
+    if kind == "invalid_key" or key[-1:] == ("[key]",):
+        whole = dotted(part for part in key if part != "[key]")
+        return f"{where}: the key {whole} is {shown(value)}, but must be a text; quote it"
     if kind == "value_error":
         if not inner:
             return f"{file.name} {context['error']}"

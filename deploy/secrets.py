@@ -17,6 +17,7 @@ from typing import Any
 from deploy import typedpath
 from deploy.errors import DeployError
 from deploy.settings import SecretSource
+from deploy.yamlfile import is_text
 
 COMMAND_TIMEOUT = 60.0  # seconds; a password manager may have to ask
 
@@ -38,6 +39,8 @@ def problems(
             found.append(
                 f"secret {name} needs the environment variable {source.env}; set it and deploy again"
             )
+        elif source.env and not is_text(environment[source.env]):
+            found.append(f"secret {name} is no UTF-8 text")
         if source.file:
             path = _file(root, source.file)
             try:
@@ -84,6 +87,8 @@ def _read(name: str, source: SecretSource, root: Path, environment: Mapping[str,
             raise DeployError(
                 f"secret {name} needs the environment variable {source.env}; set it and deploy again"
             )
+        if not is_text(environment[source.env]):
+            raise DeployError(f"secret {name} is no UTF-8 text")
         return environment[source.env]
     if source.file:
         try:

@@ -34,7 +34,7 @@ OWN_VARIABLES = ("DRAFTHOUSE_RUN_DIR", "DRAFTHOUSE_ATTEMPT", "DRAFTHOUSE_SECRETS
 
 
 def _natural(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 class _Settings(BaseModel):
@@ -84,19 +84,34 @@ class SecretSource(_Settings):
             raise ValueError("must have exactly one of env, file or command, like {env: WANDB_API_KEY}")
         return self
 
+    @field_validator("command")
+    @classmethod
+    def _program(cls, value: list[str] | str | None) -> list[str] | str | None:
+        try:
+            words = shlex.split(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(
+                f"has quotes that do not match ({str(error).lower()}); write it as a list"
+            ) from None
+        if words is not None and (not words or not words[0]):
+            raise ValueError("must name a program, like [pass, show, wandb]")
+        if any("\0" in word for word in words or ()):
+            raise ValueError("has a zero byte, which no argument can hold; remove it")
+        return value
+
 
 class Restart(_Settings):
     """Crashes that nobody asked for start the next attempt: at most `attempts` in `minutes`."""
 
-    attempts: int = Field(default=3, ge=0)
-    minutes: float = Field(default=10, gt=0)
+    attempts: int = Field(default=3, ge=0, le=100000)
+    minutes: float = Field(default=10, gt=0, le=525600)
 
 
 class LogKeeping(_Settings):
     """How much of a run's log is kept."""
 
     segment_megabytes: int = Field(default=64, ge=1, le=4096)
-    segments: int = Field(default=16, ge=2)
+    segments: int = Field(default=16, ge=2, le=100000)
 
 
 class ImageSettings(_Settings):
@@ -412,7 +427,7 @@ def _normalised(file: YamlFile, top: dict[str, Any]) -> dict[str, Any]:
             top[key] = {}
     if isinstance(top.get("environment"), Mapping):
         top["environment"] = {
-            str(name): file.written.get(("environment", name), value)
+            str(name): file.written.get(("environment", str(name)), value)
             for name, value in top["environment"].items()
         }
     if isinstance(top.get("secrets"), Mapping):
@@ -470,6 +485,8 @@ def _change(change: str, top: Mapping[str, Any]) -> tuple[tuple[str, ...], Any, 
     if not equals or not key:
         raise DeployError(f"--set {change!r} is no KEY=VALUE; write it like --set lr=3e-4", code=USAGE)
     way = tuple(key.split("."))
+    if not yamlfile.is_text(change):
+        raise DeployError(f"--set {change!r} is no UTF-8 text; correct it", code=USAGE)
     has_trainer = top.get("command") is None
     known = sorted(RunSettings.model_fields)
     if len(way) == 1 and flags.spelled(key) in (flags.FLAGS | flags.RESERVED) and has_trainer:
@@ -493,7 +510,8 @@ def _change(change: str, top: Mapping[str, Any]) -> tuple[tuple[str, ...], Any, 
             code=USAGE,
         )
     if way[0] == "trainer" and len(way) == 2:
-        for existing in top.get("trainer") or {}:  # max_steps in the file, max-steps here
+        flagged = top.get("trainer")
+        for existing in flagged if isinstance(flagged, Mapping) else ():  # max_steps there, max-steps here
             if flags.spelled(str(existing)) == flags.spelled(way[1]):
                 way = ("trainer", str(existing))
     return way, yamlfile.parse_value(text), text

@@ -28,10 +28,13 @@ def age(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
 
 
+_MOST = 2.0**63  # bytes: what a kernel counts
+
+
 def parse(text: str) -> int | None:
     """Bytes of ``64g``, ``512 MiB`` or ``1073741824``: powers of 1024, as Docker reads them. None: no size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([bkmgt])?(?:i?b)?\s*", text.lower())
     if not found:
         return None
-    bytes_ = int(float(found[1]) * 1024 ** _UNITS.index(found[2] or "b"))
-    return bytes_ or None
+    bytes_ = float(found[1]) * 1024 ** _UNITS.index(found[2] or "b")
+    return int(bytes_) or None if bytes_ < _MOST else None

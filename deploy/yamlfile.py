@@ -20,8 +20,24 @@ from deploy.errors import USAGE, DeployError
 Key = tuple[str | int, ...]  # ("restart", "attempts"): the way from the top of the file to a value
 
 
+MOST_VALUES = 20_000  # in a file, counted where they are used: anchors of anchors multiply
+DEEPEST = 50  # lists and mappings within each other
+# What PyYAML's constructors let through, besides its own errors, for a text that its tag does not fit.
+UNFIT = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012  (PyYAML's own name; nothing inherited from YAML 1.1)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except UNFIT:
+            kind, text = node.tag.rpartition(":")[2], repr(node.value)
+            text = text if len(text) <= 60 else text[:57] + "…"
+            raise yaml.constructor.ConstructorError(
+                problem=f"{text} is no value of the kind {kind}", problem_mark=node.start_mark
+            ) from None
 
 
 _SCALARS: tuple[tuple[str, str, str], ...] = (
@@ -87,8 +103,8 @@ class YamlFile:
 def parse_value(text: str) -> Any:
     """One value of the command line, typed as in a file: `3e-4` is a number, `[1, 2]` a list."""
     try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError:
+        return _build(text, "")[0]
+    except (yaml.YAMLError, DeployError, RecursionError, *UNFIT):
         return text
 
 
@@ -111,13 +127,7 @@ def read(path: Path, name: str | None = None) -> YamlFile:
 def parse(text: str, name: str) -> YamlFile:
     """See `read`."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        lines: dict[Key, int] = {}
-        written: dict[Key, str] = {}
-        if node is not None:
-            _walk(node, (), lines, written, name, frozenset())
-        value = loader.construct_document(node) if node is not None else None
+        return YamlFile(name, *_build(text, name))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         if error.context_mark and mark and mark.index >= len(text):  # the end of the file says little
@@ -131,21 +141,48 @@ def parse(text: str, name: str) -> YamlFile:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise DeployError(f"{name} is not valid YAML: {reason}; correct it", code=USAGE) from None
-    except (ValueError, TypeError) as error:  # a date that is none, a list as a key
+    except UNFIT as error:
         raise DeployError(
             f"{name} holds a value that YAML cannot build ({error}); quote it", code=USAGE
         ) from None
-    return YamlFile(name, value, lines, written)
+    except RecursionError:
+        raise DeployError(f"{name} {_TOO_DEEP}", code=USAGE) from None
+
+
+_TOO_DEEP = f"holds lists or keys more than {DEEPEST} deep; write it flatter"
+
+
+def _build(text: str, name: str) -> tuple[Any, dict[Key, int], dict[Key, str]]:
+    """(value, lines, scalars as written)."""
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    lines: dict[Key, int] = {}
+    written: dict[Key, str] = {}
+    if node is None:
+        return None, lines, written
+    _walk(node, (), lines, written, name, frozenset())
+    return loader.construct_document(node), lines, written
 
 
 def _walk(node: yaml.Node, way: Key, lines: dict, written: dict, name: str, above: frozenset[int]) -> None:
-    """Note lines and scalars; refuse keys given twice and anchors that contain themselves."""
+    """Note lines and scalars; refuse keys given twice, anchors that contain themselves, and what is no text."""
+    line = node.start_mark.line + 1
     if id(node) in above:
-        raise DeployError(
-            f"{name}:{node.start_mark.line + 1} refers to itself; write the value out", code=USAGE
-        )
+        raise DeployError(f"{name}:{line} refers to itself; write the value out", code=USAGE)
     above = above | {id(node)}
+    if len(above) > DEEPEST:
+        raise DeployError(f"{name}:{line} {_TOO_DEEP}", code=USAGE)
+    if len(lines) > MOST_VALUES:
+        raise DeployError(
+            f"{name}:{line} makes more than {MOST_VALUES:,} values of its anchors; write out what is needed",
+            code=USAGE,
+        )
     if isinstance(node, yaml.ScalarNode):
+        if not is_text(node.value):
+            raise DeployError(
+                f"{name}:{line} holds {node.value!r}, which is half a character; correct the escape",
+                code=USAGE,
+            )
         written[way] = node.value
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -162,6 +199,15 @@ def _walk(node: yaml.Node, way: Key, lines: dict, written: dict, name: str, abov
                 )
             lines[key] = line
             _walk(item, key, lines, written, name, above)
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written anywhere: no lone surrogate, which is also what Python makes of a stray byte."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def dotted(key: Iterable[str | int]) -> str:

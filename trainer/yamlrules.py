@@ -7,14 +7,29 @@ the same rules, and lines besides; a test reads the same texts with both.
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
 
+MOST_VALUES = 20_000
+DEEPEST = 50
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012  PyYAML's own name; nothing inherited from YAML 1.1
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
+            raise yaml.constructor.ConstructorError(
+                problem=f"a value is none of the kind {node.tag.rpartition(':')[2]}",
+                problem_mark=node.start_mark,
+            ) from None
 
 
 for _tag, _pattern, _first in (
@@ -42,21 +57,28 @@ def load(text: str) -> Any:
     be built (a date that is none).
     """
     loader = _Loader(text)
-    node = loader.get_single_node()
+    try:
+        node = loader.get_single_node()
+    except RecursionError:
+        raise yaml.YAMLError("lists or keys are too deep") from None
     if node is None:
         return None
-    _check(node, frozenset())
+    _check(node, frozenset(), itertools.count())
     return loader.construct_document(node)
 
 
-def _check(node: yaml.Node, above: frozenset[int]) -> None:
-    """Raises YAMLError for a key given twice, and for a value that contains itself."""
+def _check(node: yaml.Node, above: frozenset[int], count: Iterator[int]) -> None:
+    """Raises YAMLError for a key given twice, a value that contains itself, and more than anybody writes."""
     if id(node) in above:
         raise yaml.MarkedYAMLError(problem="a value contains itself", problem_mark=node.start_mark)
     above |= {id(node)}
+    if len(above) > DEEPEST or next(count) > MOST_VALUES:
+        raise yaml.MarkedYAMLError(problem="too deep or too many values", problem_mark=node.start_mark)
+    if isinstance(node, yaml.ScalarNode) and any("\ud800" <= letter <= "\udfff" for letter in node.value):
+        raise yaml.MarkedYAMLError(problem="half a character", problem_mark=node.start_mark)
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _check(item, above)
+            _check(item, above, count)
     elif isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, item in node.value:
@@ -65,4 +87,4 @@ def _check(node: yaml.Node, above: frozenset[int]) -> None:
                     problem=f"{name} is given a second time; keep one", problem_mark=key.start_mark
                 )
             seen.add(name)
-            _check(item, above)
+            _check(item, above, count)

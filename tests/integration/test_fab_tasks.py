@@ -377,6 +377,7 @@ BAD = [
     (2, ["tail", "--name", "dem"], "there is no run of dem on localhost; did you mean demo?"),
     (2, ["tail", "--run-id", "0001-dem"], "there is no run 0001-dem on localhost; did you mean 0001-demo?"),
     (2, ["tail", "--run-id", "seven"], "--run-id 'seven' is not a run id (like 0007-exp-ddtree)"),
+    (2, ["deploy", "--lock-wait", 400 * "9"], "--lock-wait is 999999999…, but must have at most 9 digits"),
     (2, ["tail", "--lines", "few"], "--lines few must be a whole number, like --lines 60"),
     (2, ["stop", "--name", "dem"], "there is no dem on localhost; did you mean demo?"),
     (2, ["-H", "a,b", "deploy", "--host", "z"],

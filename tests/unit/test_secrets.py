@@ -45,6 +45,13 @@ def test_a_missing_source_is_one_sentence(kind: dict, said: str, tmp_path: Path)
     assert str(caught.value) == said
 
 
+def test_an_environment_that_is_no_text_is_told_before_anything_is_changed(tmp_path: Path) -> None:
+    stray = b"\xff".decode("utf-8", "surrogateescape")
+    assert secrets.problems(source(env="MINE"), tmp_path, {"MINE": stray}) == ["secret KEY is no UTF-8 text"]
+    with pytest.raises(DeployError, match="secret KEY is no UTF-8 text"):
+        secrets.read(source(env="MINE"), tmp_path, {"MINE": stray})
+
+
 def test_what_is_missing_is_seen_before_anything_is_changed_and_without_running_commands(
     tmp_path: Path,
 ) -> None:

@@ -33,9 +33,27 @@ def sentence(call: object, *arguments: object, **named: object) -> str:
 
 # -- runs/*.yaml -------------------------------------------------------------------------------------------
 
+BIG = 400 * "9"
 BAD_RUNS = {
     "trainer: {lr: -1}": "runs/demo.yaml:1: trainer.lr is -1, but must be a number above 0",
     "trainer:\n  lr: fast": "runs/demo.yaml:2: trainer.lr is 'fast', but must be a number above 0",
+    f"trainer: {{lr: {BIG}}}": f"runs/demo.yaml:1: trainer.lr is {BIG[:57]}…, but must be a number above 0",
+    f"trainer: {{target-layer-ids: [{BIG}]}}":
+        f"runs/demo.yaml:1: trainer.target-layer-ids is [{BIG[:56]}…, but must be a list of whole numbers, like [1, 3, 5]",
+    f"command: [a]\nmemory: {BIG}":
+        f"runs/demo.yaml:2: memory is {BIG[:57]}…, but must be a size, like 512m or 64g",
+    f"command: [a]\nrestart: {{attempts: {BIG}}}":
+        f"runs/demo.yaml:2: restart.attempts is {BIG[:57]}…, but must be at most 100000",
+    "command: [a]\n1: 2": "runs/demo.yaml:2: the key 1 is 1, but must be a text; quote it",
+    "command: [a]\nsecrets: {1: env}": "runs/demo.yaml:2: the key secrets.1 is 1, but must be a text; quote it",
+    "command: [a]\nenvironment: {1: 2}":
+        "runs/demo.yaml:2: environment names the variable '1', but a name has letters, digits and '_' only",
+    'command: [a]\nenvironment: {A: "\\ud800"}':
+        "runs/demo.yaml:2 holds '\\ud800', which is half a character; correct the escape",
+    """command: [a]\nsecrets: {A: {command: "'"}}""":
+        "runs/demo.yaml:2: secrets.A.command has quotes that do not match (no closing quotation); write it as a list",
+    "command: [a]\nsecrets: {A: {command: ' '}}":
+        "runs/demo.yaml:2: secrets.A.command must name a program, like [pass, show, wandb]",
     "trainer: {lr: .nan}": "runs/demo.yaml:1: trainer.lr is nan, but must be a number above 0",
     "trainer: {warmup_ratio: 2}":
         "runs/demo.yaml:1: trainer.warmup_ratio is 2, but must be a number of at least 0 and below 1",
@@ -194,6 +212,10 @@ def test_the_target_may_be_named_as_weights_or_as_the_trainers_flag(tmp_path: Pa
 # -- --set -------------------------------------------------------------------------------------------------
 
 BAD_CHANGES = {
+    f"lr={BIG}": f"--set lr: trainer.lr is {BIG[:57]}…, but must be a number above 0",
+    f"lr={5000 * '9'}": f"--set lr: trainer.lr is '{BIG[:56]}…, but must be a number above 0",
+    "lr=!!timestamp x": "--set lr: trainer.lr is '!!timestamp x', but must be a number above 0",
+    "description=a\udcff": "--set 'description=a\\udcff' is no UTF-8 text; correct it",
     "lr=-1": "--set lr: trainer.lr is -1, but must be a number above 0",
     "warmup_ratio=2": "--set warmup_ratio: trainer.warmup_ratio is 2, but must be a number of at least 0 and below 1",
     "block_size=1": "--set block_size: trainer.block_size is 1, but must be a whole number from 2 to 256",
@@ -219,6 +241,11 @@ BAD_CHANGES = {
 @pytest.mark.parametrize("change", BAD_CHANGES)
 def test_a_bad_change_is_one_sentence_with_its_remedy(change: str, tmp_path: Path) -> None:
     assert sentence(recipe, "trainer: {}\ngrace_seconds: 5", tmp_path, change) == BAD_CHANGES[change]
+
+
+def test_a_flag_for_a_file_whose_flags_are_none_is_one_sentence(tmp_path: Path) -> None:
+    said = sentence(recipe, "trainer: 5", tmp_path, "lr=1")
+    assert said == "--set trainer.lr: trainer holds no keys; set trainer itself"
 
 
 def test_changes_reach_flags_and_keys_and_are_remembered_as_written(tmp_path: Path) -> None:

@@ -61,8 +61,30 @@ def test_both_read_the_same_value(text: str) -> None:
     assert repr(yamlrules.load(f"key: {text}")) == repr(expected)
 
 
+BOMB = "a0: &a0 [x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join(5 * [f'*a{n - 1}'])}]\n" for n in range(1, 9)
+)
+UNFIT = [
+    *("a: !!timestamp x", "a: !!bool x", "a: !!float ''", "a: !!int x", "a: " + 5000 * "1"),
+    *("a: " + 3000 * "[", "a: " + 60 * "[" + 60 * "]", BOMB, 'a: "\\ud800"'),
+]
+
+
+@pytest.mark.parametrize("text", UNFIT, ids=lambda text: text[:20])
+def test_what_yaml_cannot_build_is_one_sentence_and_as_a_change_just_text(text: str) -> None:
+    with pytest.raises(
+        DeployError, match=r"^x(:\d+)? (is not valid YAML|holds|makes)[^\n]*; [^\n]*$"
+    ) as caught:
+        yamlfile.parse(text, "x")
+    assert len(str(caught.value)) < 200
+    value = text.partition(": ")[2]
+    assert yamlfile.parse_value(value) == value or text is BOMB
+
+
 @pytest.mark.parametrize(
-    "text", ["a: 1\na: 2", "t: {x: 1, x: 2}", "t:\n- {x: 1, x: 2}", "a: [", "a: &a [*a]", "? [1]\n: 2"]
+    "text",
+    ["a: 1\na: 2", "t: {x: 1, x: 2}", "t:\n- {x: 1, x: 2}", "a: [", "a: &a [*a]", "? [1]\n: 2", *UNFIT],
+    ids=lambda text: text[:20],
 )
 def test_both_refuse_the_same_files(tmp_path: Path, text: str) -> None:
     with pytest.raises(DeployError):
