@@ -203,7 +203,7 @@ def _build(
         BUILD_TIMEOUT,
         data=_tar(files),
         timeout=SILENCE,
-        progress=lambda text: report(f"{host.name}: {text}"),
+        progress=lambda text: report(f"{host.name}: {text}") if text else None,
     )
 
 

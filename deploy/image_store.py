@@ -136,6 +136,18 @@ def build(
         shutil.rmtree(directory, ignore_errors=True)
 
 
+# Docker's client leaves its plugins running when it is ended. So the build has a group of its own, which ends
+# with our end of a pipe, however we end.
+_GROUP = """\
+exec 3<&0
+"$@" </dev/null 3<&- & job=$!
+(trap "" TERM; cat <&3; kill -TERM 0; sleep 10; kill -KILL 0) >/dev/null 2>&1 & watch=$!
+wait "$job"; code=$?
+kill -KILL "$watch"
+exit "$code"
+"""
+
+
 def _watch_build(argv: Sequence[str], where: str, timeout: float, progress: Progress) -> None:
     # Plain lines instead of a screen that is redrawn; and the engine's own builder, whose images it can use
     # at once, whatever buildx is set to.
@@ -143,21 +155,28 @@ def _watch_build(argv: Sequence[str], where: str, timeout: float, progress: Prog
     environment = {**os.environ, **chosen, "DOCKER_BUILDKIT": "1"}
     try:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+            ["sh", "-c", _GROUP, "build", *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
     except FileNotFoundError:
-        raise DeployError(f"{where} has no docker client: fab bootstrap says what to install") from None
+        raise DeployError(f"{where} has no shell to build in") from None
+    assert process.stdin
     said = Said()
     reader = threading.Thread(target=said.read, args=(process.stdout,), daemon=True)
     reader.start()
     began = told = time.monotonic()
     try:
         while process.poll() is None:
-            said.news.wait(1)
+            said.news.wait(0.25)
             now = time.monotonic()
             for step in said.steps():
                 progress(step)
                 told = now
+            progress("")  # shows nothing, and fails when nobody listens any more
             if now - told > SIGN_OF_LIFE:
                 progress(f"building for {age(now - began)}: {said.last}")
                 told = now
@@ -167,13 +186,8 @@ def _watch_build(argv: Sequence[str], where: str, timeout: float, progress: Prog
                     f"its last line was: {said.last}"
                 )
     finally:
-        if process.poll() is None:  # too long, or nobody listens any more
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        process.stdin.close()  # too long, or nobody listens any more: then this ends it
+        process.wait()
     reader.join(5)
     for step in said.steps():
         progress(step)

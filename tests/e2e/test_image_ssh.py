@@ -213,3 +213,30 @@ def test_a_host_without_rsync_is_told_before_anything_is_taken_from_the_engine(
     monkeypatch.setattr(shipping, "export", lambda *words: pytest.fail("it was exported"))
     with pytest.raises(DeployError, match=r"gpu-box has no rsync.*fab bootstrap --host gpu-box"):
         image.ship(host, str(box.state), describe(checkout), lambda text: None)
+
+
+def test_a_build_there_ends_when_the_client_that_asked_for_it_is_killed(
+    docker_box: GpuBox, here: Docker, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "checkout"
+    root.mkdir()
+    small_checkout(root, BEFORE)
+    text = (root / "Dockerfile").read_text()
+    (root / "Dockerfile").write_text(text.replace("ARG VARIANT=cpu", "RUN sleep 600\nARG VARIANT=cpu", 1))
+    state = docker_box.directory / "state-build"
+    program = SHIP.replace("image.ship(", "image.build_on_host(")
+    client = subprocess.Popen(
+        [sys.executable, "-c", program, str(state), str(root)],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, **docker_box.environment, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'tests'}"},
+        start_new_session=True,
+    )
+
+    def building() -> list[int]:
+        return holders(["compose.build.json", str(state)])
+
+    until(lambda: building() or client.poll() is not None)
+    os.killpg(client.pid, signal.SIGKILL)
+    client.wait()
+    until(lambda: not building(), seconds=60)
+    until(lambda: not list((state / "images").glob(".build-*")))
