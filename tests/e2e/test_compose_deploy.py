@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from deployed import CHECKOUT, Place, until
 
 from trainer import status
@@ -138,3 +139,24 @@ def test_what_the_container_cannot_do_is_found_before_the_run_in_progress_is_tou
     assert "there is no program no-such-program in the image" in done.stderr
     assert first.alive()
     assert len(remote.runs) == 1
+
+
+@pytest.mark.usefixtures("image")  # its layers are the packages': then only our code is built here
+def test_the_demo_is_built_there_and_trains_in_a_container_while_its_log_is_followed(remote: Remote) -> None:
+    recipe = yaml.safe_load((CHECKOUT / "runs" / "demo.yaml").read_text())
+    recipe["environment"] = {"DRAFTHOUSE_TOY": "tiny"}
+    recipe["trainer"] |= {"target-layer-ids": [0, 1], "log-interval": 0.5, "threads": 1, "max-steps": 3}
+    (remote.root / "runs" / "demo.yaml").write_text(yaml.safe_dump({**recipe, "name": NAME}))
+    done = remote.run("deploy")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = remote.runs[0]
+    ended, made = run.exit(), run.run()
+    assert ended
+    assert (ended.reason, ended.last_step) == ("finished", 3)
+    assert remote.log(run) in done.stdout
+    assert made
+    assert str(made.image).startswith("drafthouse:")
+    assert (remote.box.state / "names" / NAME / "checkpoints" / "latest").exists()
+    planned = remote.ok("plan")
+    assert "image     " in planned
+    assert f"{made.image}, there" in planned, planned
