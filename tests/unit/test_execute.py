@@ -67,8 +67,6 @@ def test_run_json_holds_what_launch_needs_and_secrets_by_name_only(
         "image": None,
         "user": None,
         "devices": None,
-        "user": None,
-        "devices": None,
         "environment": {"LEVEL": "a b", "PYTHONUNBUFFERED": "1"},
         "secrets": ["TOKEN"],
         "secrets_file": None,  # one for each run, named when its number is known
