@@ -165,7 +165,7 @@ def _build(text: str, name: str) -> tuple[Any, dict[Key, int], dict[Key, str]]:
 
 
 def _walk(node: yaml.Node, way: Key, lines: dict, written: dict, name: str, above: frozenset[int]) -> None:
-    """Note lines and scalars; refuse keys given twice, anchors that contain themselves, and what is no text."""
+    """Note lines and scalars; refuse keys given twice, anchors in themselves, and what is no text."""
     line = node.start_mark.line + 1
     if id(node) in above:
         raise DeployError(f"{name}:{line} refers to itself; write the value out", code=USAGE)
@@ -202,7 +202,7 @@ def _walk(node: yaml.Node, way: Key, lines: dict, written: dict, name: str, abov
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written anywhere: no lone surrogate, which is also what Python makes of a stray byte."""
+    """Whether it can be written anywhere: without half characters, which Python also makes of stray bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:

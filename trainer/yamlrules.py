@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 
-
 MOST_VALUES = 20_000
 DEEPEST = 50
 
