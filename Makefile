@@ -100,6 +100,14 @@ lock:  ## pin what pip resolves today in constraints.txt
 	@tests/testbed/lock.sh
 
 clean:  ## remove .venv and what tests and tools keep here
+	@for file in /proc/[0-9]*/cmdline; do \
+	  if { IFS= read -r -d '' python <"$$file"; } 2>/dev/null && [[ $$python == '$(CURDIR)/$(VENV)/'* ]] \
+	    && grep -qzxF trainer.launch "$$file" 2>/dev/null; then \
+	    pid=$${file#/proc/}; \
+	    echo "A run in progress uses $(VENV) (pid $${pid%/cmdline}): stop it with make stop, then make clean." >&2; \
+	    exit 1; \
+	  fi; \
+	done
 	@rm -rf $(VENV) .testbed .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

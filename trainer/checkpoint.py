@@ -87,6 +87,17 @@ def output_directory(path: Path) -> Iterator[Path]:
         yield path
 
 
+def get_ready() -> None:
+    """Import now what a save needs, some of which safetensors imports only when it writes.
+
+    Hours later the packages may have been replaced or removed under a run, which must cost it nothing.
+    """
+    import torch
+    from safetensors.torch import save
+
+    save({"": torch.zeros(1)})
+
+
 def save(
     output: Path,
     state: State,
@@ -97,16 +108,15 @@ def save(
 ) -> Path:
     """Write a checkpoint of `state` and remove this run's oldest ones beyond `keep`. Returns its directory.
 
-    Raises SaveError if that is impossible (a full disk): then nothing else has changed.
+    Raises SaveError if that is impossible, whatever the reason (a full disk): then nothing else has changed.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     home = output / state.run_id
     place = home / f"step-{state.step:08d}"
     partial = home / f".partial-{place.name}"
     old = home / f"{_OLD}{place.name}"
     try:
+        from safetensors.torch import save_file
+
         state.sequence = 1 + max((f.state.sequence for f in _readable(output)), default=0)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -124,7 +134,7 @@ def save(
         shutil.rmtree(old, ignore_errors=True)
         _flush(home)
         _point(output / "latest", place)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
         _put_back(old)
         shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(f"no checkpoint at step {state.step}: {home} cannot be written ({error})") from error
@@ -143,7 +153,7 @@ def finish(found: Found) -> None:
     """Write the state of a saved checkpoint anew, its tensors being right already. Raises SaveError."""
     try:
         write_json(found.path / "state.json", dataclasses.asdict(found.state), durable=True)
-    except OSError as error:
+    except Exception as error:
         raise SaveError(f"{found.path}/state.json cannot be written ({error})") from error
 
 

@@ -135,6 +135,7 @@ class Trainer:
     # -- the run ---------------------------------------------------------------------------
 
     def run(self) -> int:
+        checkpoint.get_ready()
         self._resume()
         self._open_records()
         parameters = sum(p.numel() for p in self.drafter.parameters())
@@ -235,14 +236,17 @@ class Trainer:
     def _save(self) -> str | None:
         """Save a checkpoint; returns what went wrong, which is also said, and does not end the training."""
         self.monitor.phase("checkpointing")
-        self.state.rng = bytes(torch.get_rng_state().tolist()).hex()
         try:
+            self.state.rng = bytes(torch.get_rng_state().tolist()).hex()
             path = self._write_checkpoint()
-        except checkpoint.SaveError as error:
+        except Exception as error:  # whatever it is, what has been learnt is worth another attempt
             self.saved = None
-            say(f"warning: {error}")
-            self.monitor.phase("training", f"checkpoint failed: {error}")
-            return str(error)
+            wrong = " ".join(str(error).split())
+            if not isinstance(error, checkpoint.SaveError):
+                wrong = f"no checkpoint at step {self.state.step}: {type(error).__name__}: {wrong}"
+            say(f"warning: {wrong}")
+            self.monitor.phase("training", f"checkpoint failed: {wrong}")
+            return wrong
         self.saved = checkpoint.Found(path, dataclasses.replace(self.state))
         say(f"checkpoint {path}")
         self.monitor.checkpoint(path, self.state.step)

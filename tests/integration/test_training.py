@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import tiny
 
+from trainer import __main__ as program
 from trainer.status import RunDir
 
 
@@ -226,6 +228,27 @@ def test_a_second_trainer_for_the_same_output_is_refused(
     assert second.returncode == 2
     assert "another trainer is writing there" in second.stderr
     assert process.poll() is None
+
+
+def test_a_save_that_fails_for_any_reason_is_said_and_tried_again(
+    model: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_file = safetensors.torch.save_file
+
+    def gone(*words: object) -> None:
+        monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+        raise ModuleNotFoundError("No module named 'numpy.ctypeslib'")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", gone)
+    assert program.main(tiny.flags(*model, tmp_path / "out", save_interval=4)) == 0
+    said = capsys.readouterr().out
+    assert "warning: no checkpoint at step 4" in said
+    assert "No module named 'numpy.ctypeslib'" in said
+    assert "step-00000008" in said
+    assert "finished at step 10" in said
 
 
 @pytest.mark.slow

@@ -108,6 +108,21 @@ def test_a_save_that_fails_between_its_renames_leaves_the_checkpoint_that_was_th
     assert found.state.epoch == 2
 
 
+def test_a_save_imports_nothing_that_was_not_there_before_the_first_step(tmp_path: Path) -> None:
+    """Packages that are replaced or removed under a run cost it no checkpoint."""
+    script = (
+        "import sys, torch; from pathlib import Path; from trainer import checkpoint\n"
+        "checkpoint.get_ready(); before = set(sys.modules)\n"
+        "state = checkpoint.State(step=7, micro_batch=7, epoch=0, total=9, run_id='0001-x', settings={})\n"
+        "checkpoint.save(Path(sys.argv[1]), state, {'a': torch.zeros(2)}, {'b': torch.ones(2)}, {}, 2)\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
 @pytest.mark.parametrize(
     ("file", "how"),
     [

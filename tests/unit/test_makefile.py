@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,19 @@ def test_the_newest_python_that_works_is_taken(house: Path, tmp_path: Path) -> N
     program(bin / "python3.11", "echo wrong; exit 0")
     done = make(house, ".venv/bin/pip", PATH=f"{bin}:{os.environ['PATH']}")
     assert (house / ".venv" / "made").read_text() == "3.12\n", done.stderr
+
+
+def test_clean_leaves_the_packages_of_a_run_in_progress_alone(installed: Path) -> None:
+    python = installed / ".venv" / "bin" / "python"
+    python.symlink_to(sys.executable)
+    script = "import time; print(flush=True); time.sleep(1000)"
+    with subprocess.Popen([python, "-c", script, "trainer.launch"], stdout=subprocess.PIPE) as run:
+        assert run.stdout
+        run.stdout.readline()
+        refused = make(installed, "clean")
+        run.kill()
+    assert refused.returncode == 2
+    assert f"A run in progress uses .venv (pid {run.pid}): stop it with make stop" in refused.stderr
+    assert python.exists()
+    assert make(installed, "clean").returncode == 0
+    assert not (installed / ".venv").exists()
