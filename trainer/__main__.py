@@ -61,12 +61,13 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
 
     `weights` adds the headers of the weights. Returns one line that describes the run. Raises InputError.
     """
-    from trainer import device, resuming, toy
+    from trainer import device, resuming, sinks, toy
     from trainer.data_meta import check_meta, read_meta
     from trainer.drafter_config import DrafterConfig
     from trainer.modeldir import check_weights, default_mask_token, text_config, tokenizer_digest
 
     device.check(settings.device)
+    sinks.check(settings.wandb_project)
     made_here = settings.target_model == "toy"
     target = toy.wanted().shape if made_here else text_config(settings.target_model)
     tokenizer = "" if made_here else tokenizer_digest(settings.target_model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import time
@@ -94,15 +95,21 @@ class TensorBoard:
         self._writer.close()
 
 
+def check(project: str | None) -> None:
+    """Raises InputError if W&B is asked for and not installed; imports nothing."""
+    spec = importlib.util.find_spec("wandb") if project else None
+    if project and (spec is None or spec.origin is None):  # none: a directory wandb/ of its own records
+        raise InputError("--wandb-project needs the package wandb, which is not installed here")
+
+
 class Wandb:
     """Weights & Biases; offline where no key is known, so that it never asks."""
 
     def __init__(self, project: Project, directory: Path, settings: dict[str, Any]) -> None:
         """Raises InputError if the package is missing."""
-        try:
-            import wandb
-        except ImportError:
-            raise InputError("--wandb-project needs the package wandb, which is not installed here") from None
+        check(project.name)
+        import wandb
+
         mode = wandb_mode(os.environ, Path(os.path.expanduser("~")))
         os.environ["WANDB_MODE"] = mode
         self._run = wandb.init(

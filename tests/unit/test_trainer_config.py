@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -228,6 +229,7 @@ def test_flags_that_do_not_fit_the_target_are_told_before_torch_is_imported(
         (["--mask-token-id", "1024"], "--mask-token-id 1024 is not in the target's vocabulary of 1024"),
         (["--data-dir", "/nowhere"], "--data-dir /nowhere: it has no data.json"),
         (["--device", "cuda"], "--device cuda: "),
+        (["--wandb-project", "x"], "--wandb-project needs the package wandb"),
     ],
 )
 def test_the_toys_settings_are_checked_before_it_is_made(
@@ -239,6 +241,8 @@ def test_the_toys_settings_are_checked_before_it_is_made(
 ) -> None:
     monkeypatch.delenv("DRAFTHOUSE_TOY", raising=False)
     monkeypatch.setattr(device, "_built_without_gpu", lambda: True)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
     given = [*GIVEN, "--output-dir", str(tmp_path / "out"), "--check-config"]
     assert program.main(given) == 0
     assert program.main([*given, *flags]) == 2
