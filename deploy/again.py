@@ -14,6 +14,7 @@ from deploy import release
 from deploy.errors import USAGE, DeployError, nearest
 from trainer import status
 
+OURS = "drafthouse:"  # before the digest of every image that we build
 Deployed = tuple[Mapping[str, bytes], Mapping[str, str]]  # what release.deployed gives
 
 
@@ -61,8 +62,8 @@ def template(facts: Mapping[str, Any], name: str, release_id: str, host: str) ->
             known = {field.name for field in dataclasses.fields(status.Run)}
             return status.Run(**{key: value for key, value in written.items() if key in known})
     raise DeployError(
-        f"no run of release {release_id} of {name} is known on {host} any more (pruned), so neither is how it "
-        "was started; fab deploy from the commit that made it"
+        f"no run of release {release_id} of {name} is known on {host} any more (pruned), so neither is how "
+        "it was started; fab deploy from the commit that made it"
     )
 
 
@@ -82,9 +83,13 @@ def way_back(facts: Mapping[str, Any], name: str, new_id: str) -> tuple[str, str
 
 
 def refuse_lost_image(facts: Mapping[str, Any], host: str, run: status.Run) -> None:
-    """Raise DeployError if the image of an older run is gone."""
+    """Raise DeployError if the image of an older run is gone.
+
+    The probe lists our own images only; another one (`image: {use: …}`) is looked for by the switch, before
+    it stops anything.
+    """
     release_id = run.release.get("id")
-    if run.image and "images" in facts:
+    if run.image and run.image.startswith(OURS) and "images" in facts:
         known = {word for image in facts["images"] for word in (image.get("id"), *(image.get("tags") or ()))}
         if run.image not in known:
             raise DeployError(

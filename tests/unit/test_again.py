@@ -69,6 +69,7 @@ def made(**fields: Any) -> status.Run:
 def test_an_image_that_is_gone_is_refused_and_one_that_is_there_is_not() -> None:
     there = [{"id": "sha256:1", "tags": ["drafthouse:aaaa"]}]
     again.refuse_lost_image({**known(), "images": there}, "box", made(image="drafthouse:aaaa"))
+    again.refuse_lost_image({**known(), "images": there}, "box", made(image="python:3.11-slim"))
     with pytest.raises(
         DeployError, match=rf"the image of release {OLD} of demo \(drafthouse:bbbb\) is not on box any more"
     ):
