@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import struct
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
+from deploy.inotify import Watch
 from deploy.segments import Segments
 from trainer import status
 
-POLL = 0.01  # seconds between two looks at the end of the log: a tenth of what a reader notices
+POLL = 0.01  # seconds between two looks at the end of the log, where nothing wakes us
 CHECK = 0.25  # seconds between two looks at everything else: has it ended, is it there at all
 ALIVE = 1.0  # seconds between two signs of life of a stream
 START_PATIENCE = 60.0  # seconds that a run may take from run.json to its first sign of life
@@ -58,8 +58,15 @@ class Wanted(NamedTuple):
     follow: bool = True
 
 
-def read(wanted: Wanted, pause: Callable[[float], bool]) -> Generator[Event, None, None]:
-    """The events of what is `wanted`, to its end. `pause` waits; it returns False when nobody listens."""
+Pause = Callable[[Watch, float], bool]
+
+
+def read(wanted: Wanted, pause: Pause) -> Generator[Event, None, None]:
+    """The events of what is `wanted`, to its end.
+
+    `pause` waits for the watch of the log's directory, some seconds at most; it returns False when nobody
+    listens any more.
+    """
     runs = f"{wanted.state_root}/runs"
     if wanted.run_path is not None:
         run = status.RunDir(wanted.run_path)
@@ -144,20 +151,23 @@ def how_it_ended(run: status.RunDir) -> str:
 class Follower:
     """Reads one run's log."""
 
-    def __init__(self, run_path: str, pause: Callable[[float], bool]) -> None:
+    def __init__(self, run_path: str, pause: Pause) -> None:
         self.directory = status.RunDir(run_path)
         self.log = Segments(self.directory.log)
+        self.watch = Watch(self.directory.log)
         self.offset = 0
         self.pause = pause
         self.left = False  # nobody listens any more
 
     def close(self) -> None:
         self.log.close()
+        self.watch.close()
 
     def run(self, follow: bool) -> Generator[Event, None, int | None]:
         """The run's events to its end; the generator's value is its exit code."""
         next_check = 0.0
         while True:
+            self.watch.begin()  # before the look, so that nothing is written unseen between that and the wait
             yield from self.copy()
             now = time.monotonic()
             if now >= next_check or not follow:
@@ -170,7 +180,7 @@ class Follower:
                         yield note(why)
                     return code
                 yield Event("idle")
-            if not self.pause(POLL):
+            if not self.pause(self.watch, POLL):
                 self.left = True
                 return None
 
@@ -235,10 +245,9 @@ def send(data: bytes) -> None:
         view = view[os.write(1, view) :]
 
 
-def listened(seconds: float) -> bool:
+def listened(watch: Watch, seconds: float) -> bool:
     """Wait; whether somebody still listens, which the end of stdin denies."""
-    ready, _, _ = select.select([0], [], [], seconds)
-    return not ready or bool(os.read(0, 4096))
+    return not watch.wait(seconds, [0]) or bool(os.read(0, 4096))
 
 
 class Parser:

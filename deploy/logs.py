@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import select
-import time
 from collections.abc import Callable, Generator
 from typing import BinaryIO
 
@@ -19,6 +18,7 @@ from deploy import log_reader, onhost
 from deploy import stream as streams
 from deploy.errors import DeployError
 from deploy.host import Host, HostError
+from deploy.inotify import Watch
 from deploy.log_reader import Event, Wanted
 from deploy.stream import to_stderr
 from deploy.terminal import Neutraliser
@@ -94,8 +94,8 @@ def _show(host: Host, wanted: Wanted, out: BinaryIO, note: Note) -> int | None:
 def here(wanted: Wanted) -> Generator[Event, None, None]:
     """The events of a log of this machine."""
 
-    def pause(seconds: float) -> bool:
-        time.sleep(seconds)
+    def pause(watch: Watch, seconds: float) -> bool:
+        watch.wait(seconds)
         return True
 
     return log_reader.read(wanted, pause)
