@@ -32,7 +32,7 @@ _MOST = 2.0**63  # bytes: what a kernel counts
 
 
 def parse(text: str) -> int | None:
-    """Bytes of ``64g``, ``512 MiB`` or ``1073741824``: powers of 1024, as Docker reads them. None: no size."""
+    """Bytes of ``64g``, ``512 MiB`` or ``1073741824``, by powers of 1024 as Docker has it. None: no size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([bkmgt])?(?:i?b)?\s*", text.lower())
     if not found:
         return None
