@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deploy import drift, plan, release, settings, survey
@@ -70,13 +72,13 @@ def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
         name=run["name"],
         verdict=word.word,
         reason=word.reason,
-        next_command=word.next_command,
+        next_command=_with_file(goal, run, word.next_command),
         step=_whole(number(main, "step")),
         total=_whole(number(main, "total")),
         loss=number(main, "loss"),
         tokens_per_second=number(table(main, "tokens_per_second"), "now"),
         step_age=max(0.0, facts["time"] - last) if last and run["alive"] else None,
-        memory=_whole(sum(memory)) if memory else None,
+        memory=_whole(sum(memory)) if memory and run["alive"] else None,
         links={
             key: compose.outside(link, run["path"])
             for key, link in table(main, "links").items()
@@ -84,6 +86,16 @@ def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
         },
         drift=drift_of(goal, facts, run) if run["alive"] else None,
     )
+
+
+def _with_file(goal: Target, run: Mapping[str, Any], command: str | None) -> str | None:
+    """`fab deploy --name exp` would start the default run's file under that name: the run's own is added."""
+    file = (run["run"] or {}).get("run_file")
+    if command is None or not command.startswith("fab deploy") or not isinstance(file, str) or not file:
+        return command
+    word = Path(file).stem if str(Path(file).parent) == "runs" else file
+    default = goal.settings.run or goal.project.default_run
+    return command if word == default else f"{command} --run {shlex.quote(word)}"
 
 
 def _whole(value: float | None) -> int | None:

@@ -99,6 +99,27 @@ def test_a_heartbeat_with_foreign_values_breaks_nothing(values: dict[str, Any]) 
     assert "0007-demo" in shown(strange)
 
 
+def test_a_run_that_is_over_uses_no_memory() -> None:
+    over = run(alive=False, exit={"reason": "stopped", "code": 0})
+    assert " mem " not in shown(over)
+    assert " mem " in shown(run())
+
+
+@pytest.mark.parametrize(
+    ("file", "more"),
+    [
+        ("runs/demo.yaml", ""),
+        ("runs/other.yaml", " --run other"),
+        ("/a b/brk.yaml", " --run '/a b/brk.yaml'"),
+        (None, ""),
+    ],
+)
+def test_the_next_deploy_takes_the_file_that_the_run_was_made_from(file: str | None, more: str) -> None:
+    over = run("0001-brk", alive=False, exit={"reason": "stopped", "code": 0})
+    over["run"]["run_file"] = file
+    assert f"    next: fab deploy --name brk{more}" in shown(over).splitlines()
+
+
 def test_memory_is_that_of_all_ranks() -> None:
     one = run(heartbeats={"1": {"memory": {"now": 188_000_000}}})
     assert overview.rows(target(), facts(runs=[one]), None)[0].memory == 1_000_000_000
