@@ -212,7 +212,10 @@ def make(
         mounts=tuple(compose.mounts(run, survey.layout, weights, survey.data)) if survey.image else (),
         devices=parts.devices.ids,
         boot=bootunit.describe(facts, run.name, parts.runtime),
-        warnings=(*preflight.warnings(found), *(_changed(facts, run.name, new.id) if unchanged else ())),
+        warnings=(
+            *preflight.warnings(found),
+            *(_changed(facts, run.name, new.id) if unchanged else _nothing_left(survey, run)),
+        ),
         seen=seen(facts, run.name),
     )
 
@@ -389,6 +392,26 @@ def _resume(survey: Survey, run: RunSettings) -> str:
     if saved.get("finished"):
         return f"begins at step 0 ({whose} finished at step {saved.get('step')})"
     return f"resumes at step {saved.get('step')} ({whose} did not finish)"
+
+
+def _nothing_left(survey: Survey, run: RunSettings) -> list[str]:
+    """A warning if the new run would finish at once: it resumes where max-steps has been reached."""
+    flags, live, saved = run.trainer or {}, survey.live, survey.checkpoint or {}
+    most = flags.get("max-steps")
+    if most is None or flags.get("resume") == "never":
+        return []
+    if live is not None:  # its checkpoint is yet to be written
+        steps = [beat.get("step") for beat in live["heartbeats"].values() if isinstance(beat, Mapping)]
+    else:
+        steps = [] if saved.get("finished") else [saved.get("step")]
+    step = max((step for step in steps if isinstance(step, int)), default=0)
+    if step < most:
+        return []
+    where = f"{live['run_id']} is at step {step}" if live else f"the newest checkpoint is of step {step}"
+    return [
+        f"max-steps is {most} and {where}, so the new run will finish at once; give more steps, or "
+        "resume: never to begin at step 0"
+    ]
 
 
 def _init(

@@ -164,6 +164,33 @@ def test_a_restart_of_what_runs_already_starts_anew(tmp_path: Path) -> None:
     assert f"  release   {old.id}, unchanged\n  weights" in str(made)
 
 
+@pytest.mark.parametrize(
+    ("text", "found", "checkpoint", "said"),
+    [
+        ("", facts(), {"step": 120}, "the newest checkpoint is of step 120"),
+        ("", facts(runs=[run()]), None, "0007-demo is at step 120"),
+        ("", facts(), {"step": 119}, None),
+        ("", facts(), {"step": 120, "finished": True}, None),
+        (", resume: never", facts(), {"step": 120}, None),
+    ],
+)
+def test_a_run_that_would_finish_at_once_is_warned_of(
+    text: str, found: dict, checkpoint: Any, said: str | None, tmp_path: Path
+) -> None:
+    text = f"weights: toy\ntrainer: {{max-steps: 120{text}}}"
+    warnings = [
+        w for w in planned(survey(found, checkpoint=checkpoint), tmp_path, text=text).warnings if "max-s" in w
+    ]
+    assert warnings == (
+        []
+        if said is None
+        else [
+            f"max-steps is 120 and {said}, so the new run will finish at once; give more steps, or resume: never to "
+            "begin at step 0"
+        ]
+    )
+
+
 def test_what_failed_before_is_listed_and_nothing_is_planned(tmp_path: Path) -> None:
     with pytest.raises(DeployError, match="has 0 B free, but a run needs at least"):
         planned(survey(facts(state={"free_bytes": 0})), tmp_path)
