@@ -38,6 +38,10 @@ class Case:
     prompts: Sequence[Sequence[int]]
     temperature: float = 0.0
 
+    @property
+    def name(self) -> str:
+        return _name(self.label, self.temperature)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -54,6 +58,19 @@ class Row:
     lead_at_difference: float | None  # by how much the target had preferred its own token at most, in logits
     histogram: list[int]  # how many cycles added 1, 2, … B tokens
     seconds: float
+
+    @property
+    def name(self) -> str:
+        return _name(self.label, self.temperature)
+
+    @property
+    def drafted(self) -> bool:
+        """Whether there was a cycle at all: a text that ends with its first token leaves nothing to draft."""
+        return any(self.histogram)
+
+
+def _name(label: str, temperature: float) -> str:
+    return f"{label}, {'greedy' if temperature == 0 else f'T={temperature:g}'}"
 
 
 def distinct_ngrams(tokens: Sequence[int], n: int = 3) -> float:
@@ -135,14 +152,14 @@ def _evaluate(
             report(doing)
 
     choices = [Choice(case.temperature, seed=number) for number in range(len(case.prompts))]
-    doing = f"the target's own continuations of {case.label}: {len(case.prompts)} prompts"
+    doing = f"the target's own continuations of {case.name}: {len(case.prompts)} prompts"
     own = _own_texts(target, case.prompts, choices, new_tokens, stop, tick)
     lookup = PromptLookup(drafter.config.block_size)
     cycles: list[int] = []
     lookup_cycles: list[int] = []
     leads: list[float] = []
     for number, (prompt, choice) in enumerate(zip(case.prompts, choices, strict=True)):
-        doing = f"speculative decoding of {case.label}: {number} of {len(case.prompts)} prompts"
+        doing = f"speculative decoding of {case.name}: {number} of {len(case.prompts)} prompts"
         theirs, margins = own[number]
         ours = speculative(target, BlockDrafter(target, drafter), prompt, new_tokens, choice, stop, tick)
         cycles += ours.cycles
@@ -215,6 +232,8 @@ def metrics(rows: Sequence[Row]) -> dict[str, float]:
     """
     found = {}
     for row in rows:
+        if not row.drafted:
+            continue
         name = re.sub(r"\W+", "_", row.label.removesuffix(" text"))
         if row.temperature:
             name += f"_T{row.temperature:g}"
@@ -228,16 +247,15 @@ def table(rows: Sequence[Row], title: str, before: Sequence[Row] | None = ()) ->
 
     `before` is None if what was measured earlier cannot be compared; then τ reads "– → 2.61".
     """
-    earlier = {(row.label, row.temperature): f"{row.tau:.2f}" for row in before or ()}
+    earlier = {row.name: _tau(row) for row in before or ()}
     cells = [(title, "τ", "prompt lookup's τ", "distinct 3-grams", "text = target's own")]
     for row in rows:
-        how = "greedy" if row.temperature == 0 else f"T={row.temperature:g}"
-        then = "–" if before is None else earlier.get((row.label, row.temperature))
+        then = "–" if before is None else earlier.get(row.name)
         cells.append(
             (
-                f"{row.label}, {how}",
-                f"{row.tau:.2f}" if then is None else f"{then} → {row.tau:.2f}",
-                f"{row.lookup_tau:.2f}",
+                row.name,
+                _tau(row) if then is None else f"{then} → {_tau(row)}",
+                f"{row.lookup_tau:.2f}" if row.drafted else "–",
                 f"{row.distinct3:.2f}",
                 f"{row.identical}/{row.prompts}",
             )
@@ -248,9 +266,15 @@ def table(rows: Sequence[Row], title: str, before: Sequence[Row] | None = ()) ->
         aligned = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
         lines.append("  ".join([name.ljust(widths[0]), *aligned]))
     for row in rows:
+        if not row.drafted:
+            lines.append(f"{row.name}: every text ended with its first token, so nothing could be drafted")
         if row.lead_at_difference is not None:
             lines.append(
-                f"{row.label}: {row.prompts - row.identical} texts differ; where they part, the target had "
+                f"{row.name}: {row.prompts - row.identical} texts differ; where they part, the target had "
                 f"preferred its own token by {row.lead_at_difference:.2g} logits at most"
             )
     return lines
+
+
+def _tau(row: Row) -> str:
+    return f"{row.tau:.2f}" if row.drafted else "–"

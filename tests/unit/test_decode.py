@@ -357,6 +357,17 @@ def test_the_table_is_aligned_and_shows_before_and_after(target: Target, untrain
     assert "→" not in table(rows, "block 5")[1]
 
 
+def test_texts_that_end_at_once_have_no_acceptance_length(target: Target, untrained: Drafter) -> None:
+    said: list[str] = []
+    every = range(tiny.VOCABULARY)
+    rows = evaluate(target, untrained, [Case("a", PROMPTS), Case("a", PROMPTS, 0.7)], 6, said.append, every)
+    lines = table(rows, "x", before=rows)
+    assert "0.00" not in lines[1].partition("1.00")[0]
+    assert lines[1].split()[2:6] == ["–", "→", "–", "–"]
+    assert lines[-1] == "a, T=0.7: every text ended with its first token, so nothing could be drafted"
+    assert metrics(rows) == {}
+
+
 def test_curves_are_named_by_what_was_decoded(target: Target, untrained: Drafter) -> None:
     cases = toy_cases({"known": PROMPTS, "held_out": PROMPTS}, 1)
     assert [name for name in metrics(evaluate(target, untrained, cases, 3)) if name.startswith("tau/")] == [
@@ -399,7 +410,7 @@ def test_an_evaluation_can_be_ended_at_every_token_of_the_targets_own_text(
     with pytest.raises(Enough):
         evaluate(target, untrained, [Case("a", PROMPTS)], NEW, report)
     assert len(passes) == 2
-    assert said[0] == "the target's own continuations of a: 3 prompts"
+    assert said[0] == "the target's own continuations of a, greedy: 3 prompts"
 
 
 def test_decoding_can_be_ended_before_every_cycle(target: Target) -> None:
