@@ -131,7 +131,7 @@ def not_alive(run: dict[str, Any], now: float, name: str | None, host: str | Non
         )
         return Verdict("starting", reason, command("tail", name, host))
     created = number(table(run, "run"), "created")
-    if created is not None and now - created < START:
+    if created is not None and now - created < START and not run.get("given_up"):
         return Verdict(
             "starting", f"prepared {ago(now, created)}, not started yet", command("tail", name, host)
         )

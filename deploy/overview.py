@@ -43,21 +43,31 @@ class Row:
 def rows(goal: Target, facts: Mapping[str, Any], name: str | None, run_id: str | None = None) -> list[Row]:
     """The newest run of every name (or of one), or one run by its id.
 
-    A run in progress is always among them: a newer one that never began must not hide it.
+    A run in progress is always among them, and a newer one that nobody will begin hides none.
     """
     wanted = [
         run
         for run in facts["runs"]
         if (name is None or run["name"] == name) and (run_id is None or run["run_id"] == run_id)
     ]
-    newest = {run["name"]: run["run_id"] for run in wanted}
+    newest: dict[str, str] = {}
+    for run in wanted:
+        if run["name"] not in newest or not _given_up(facts, run):
+            newest[run["name"]] = run["run_id"]
     return [row(goal, facts, run) for run in wanted if run["alive"] or run["run_id"] == newest[run["name"]]]
+
+
+def _given_up(facts: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
+    """Whether this is only a directory that was made for a run, and the deploy that made it is gone."""
+    told = run["alive"] or run["launch"] or run["switch"] or run["exit"]
+    at_work = (facts[lock].get(run["name"]) is not None for lock in ("locks", "switch"))
+    return not told and not any(at_work)
 
 
 def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
     host_name = None if goal.settings.name == "localhost" else goal.settings.name
     # Whether a switch is under way is told by its lock, which its record cannot know.
-    seen = {**run, "switch_lives": bool(facts["switch"].get(run["name"]))}
+    seen = {**run, "switch_lives": bool(facts["switch"].get(run["name"])), "given_up": _given_up(facts, run)}
     word: Verdict = verdict(seen, facts["time"], host=host_name, sample=facts["sample_seconds"])
     # Heartbeats lie in the run's own directory, so a link in one cannot be an earlier run's. Anyone may have
     # written them: a value of another type counts as none.

@@ -367,6 +367,8 @@ def load_run(
     file.
     """
     path, why = _run_file(project, run, host)
+    if not yamlfile.is_text(str(path)):
+        raise DeployError(f"run file {str(path)!r} has a name that is no UTF-8 text; rename it", code=USAGE)
     try:
         shown = str(path.relative_to(project.root))
     except ValueError:

@@ -243,6 +243,13 @@ def test_a_bad_change_is_one_sentence_with_its_remedy(change: str, tmp_path: Pat
     assert sentence(recipe, "trainer: {}\ngrace_seconds: 5", tmp_path, change) == BAD_CHANGES[change]
 
 
+def test_a_file_whose_name_is_no_text_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a\udcff.yaml"
+    path.write_text("trainer: {}")
+    with pytest.raises(DeployError, match="has a name that is no UTF-8 text; rename it"):
+        load_run(Project(tmp_path, {}), str(path))
+
+
 def test_a_flag_for_a_file_whose_flags_are_none_is_one_sentence(tmp_path: Path) -> None:
     said = sentence(recipe, "trainer: 5", tmp_path, "lr=1")
     assert said == "--set trainer.lr: trainer holds no keys; set trainer itself"

@@ -71,6 +71,16 @@ def test_every_name_has_its_newest_run_and_one_name_can_be_picked() -> None:
     )
 
 
+def test_what_a_deploy_that_was_killed_left_hides_no_run_and_is_none_that_starts() -> None:
+    over = run("0007-demo", alive=False, exit={"reason": "stopped", "code": 0})
+    left = {**run("0008-demo", alive=False, launch=None), "heartbeats": {}, "launch": None}
+    left["run"]["created"] = NOW - 5
+    assert shown(over, left).splitlines()[0].startswith("localhost  0007-demo  stopped")
+    assert "was prepared 5 s ago and never started" in shown(over, left, run_id="0008-demo")
+    deploying = facts(runs=[over, left], locks={"demo": {"by": "ada@desk"}})
+    assert "not started yet" in show.status(overview.rows(target(), deploying, None))
+
+
 def test_a_run_in_progress_is_not_hidden_by_a_newer_one_that_never_began() -> None:
     switch = {"outcome": "failed", "reason": "x"}
     never = run("0008-demo", alive=False, launch=None, heartbeats={}, switch=switch)
