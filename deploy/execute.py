@@ -107,7 +107,13 @@ def start(
             report(f"release {work.release.id} {done}")
         values = _secrets(host, work)
         held.check()
-        run_path, run = _new_run(host, plan, facts, work.run, values)
+        try:
+            run_path, run = _new_run(host, plan, facts, work.run, values)
+        except BaseException:  # Ctrl-C has killed it over there, wherever it was
+            before = max((status.split_run_id(one["run_id"])[0] for one in facts["runs"]), default=0)
+            with contextlib.suppress(DeployError):
+                onhost.ask(host, "deploy.new_run:discard_begun", layout.state, plan.name, before)
+            raise
         sent = False
         try:
             begin = start_spec(plan, facts, run, run_path, work.python)

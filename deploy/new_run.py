@@ -85,6 +85,18 @@ def discard(path: str, secrets_file: str | None = None) -> None:
             os.unlink(secrets_file)
 
 
+def discard_begun(state_root: str, name: str, after: int) -> None:
+    """Remove what a `make` that was killed left behind; the caller holds the name's deploy lock.
+
+    That is: runs of `name` with a number beyond `after`, which no switch has been told of.
+    """
+    state = Path(state_root)
+    for run in status.list_runs(state / "runs", name):
+        told = (run.path / "switch.json").exists() or (run.path / "launch.json").exists()
+        if status.split_run_id(run.path.name)[0] > after and not told:
+            discard(str(run.path), str(state / "names" / name / f"secrets-{run.path.name}"))
+
+
 def write_secrets(path: str, content: str, owner: list[int] | None) -> None:
     """A file of mode 0400, which appears whole."""
     place = Path(path)

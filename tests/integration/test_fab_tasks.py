@@ -461,3 +461,19 @@ def test_render_writes_what_a_deploy_would_write(fab: Fab, tmp_path: Path) -> No
     assert all((deployed / path).read_bytes() == (tmp_path / "out" / path).read_bytes() for path in files)
     assert 'GREETING="x"' in fab.ok("render", "--set", "environment.GREETING=x")
     assert fab.run("render", "--out", str(tmp_path / "out")).returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["runs/0001-demo", "names/demo/secrets-0001-demo"])
+def test_ctrl_c_while_a_run_is_being_made_leaves_none_that_nobody_starts(fab: Fab, part: str) -> None:
+    fab.file(COUNTING + "secrets: {TOKEN: {command: [echo, x]}}\n")
+    deploying = subprocess.Popen(
+        [*FAB, "deploy", "--no-follow"], cwd=fab.root, env=fab.environment(), start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    until((fab.place.root / part).exists)
+    os.killpg(deploying.pid, signal.SIGINT)
+    said = deploying.communicate(timeout=60)[0]
+    assert deploying.returncode == 130, said
+    assert "Traceback" not in said
+    assert all((run.path / "switch.json").exists() for run in fab.runs)

@@ -66,3 +66,20 @@ def test_a_state_root_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
     with pytest.raises(DeployError, match=r"state/runs cannot take a new run of demo: Not a directory$"):
         new_run.make(str(tmp_path / "state"), RUN)
+
+
+def test_what_a_killed_make_left_is_removed_and_nothing_that_a_switch_was_told_of(tmp_path: Path) -> None:
+    for name in ("demo", "demo", "demo", "other"):
+        new_run.make(str(tmp_path), {**RUN, "name": name}, "K=v\n")
+    (tmp_path / "runs" / "0002-demo" / "switch.json").touch()
+    status.allocate_run(tmp_path / "runs", "demo")  # killed before run.json
+    new_run.discard_begun(str(tmp_path), "demo", 1)
+    assert sorted(path.name for path in (tmp_path / "runs").glob("0*")) == [
+        "0001-demo",
+        "0002-demo",
+        "0004-other",
+    ]
+    assert sorted(path.name for path in (tmp_path / "names" / "demo").iterdir()) == [
+        "secrets-0001-demo",
+        "secrets-0002-demo",
+    ]
