@@ -28,6 +28,7 @@ from trainer.status import parse, read_json, write_json
 
 SCHEMA = 1
 TENSORS = ("drafter.safetensors", "optimizer.safetensors")
+_COMING = ".coming.json"  # what a checkpoint of the trainer in progress will be, before there is one
 _OLD = ".partial-old-"  # a checkpoint that made room for another one of its step
 
 
@@ -84,7 +85,37 @@ def output_directory(path: Path) -> Iterator[Path]:
             _put_back(old)
         for leftover in path.glob("*/.partial-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        yield path
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(OSError):
+                (path / _COMING).unlink()
+
+
+def announce(output: Path, state: State, config: dict[str, Any]) -> None:
+    """Say what this trainer's checkpoints will hold, for who has to know before the first of them.
+
+    A failure is no matter: the announcement serves a check alone.
+    """
+    with contextlib.suppress(OSError):
+        write_json(output / _COMING, {"state": dataclasses.asdict(state), "config": config})
+
+
+def announced(output: Path) -> tuple[Found, dict[str, Any]] | None:
+    """(state, config) of the checkpoint that the trainer in progress would leave; None without one."""
+    try:
+        value = read_json(output / _COMING)
+        config = value.get("config") if isinstance(value, dict) else None
+        if not isinstance(value, dict) or not isinstance(config, dict):
+            return None
+        state: State = parse(State, value.get("state"), output / _COMING)
+        with open(output / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Found(output / state.run_id, state), config
+    except (OSError, ValueError):
+        return None
+    return None  # it was killed
 
 
 def get_ready() -> None:

@@ -83,10 +83,12 @@ def check(settings: Settings, drafter: DrafterConfig) -> None:
     """
     if settings.resume == "never":
         return
-    found = checkpoint.newest(Path(settings.output_dir), lambda text: None)
+    output = Path(settings.output_dir)
+    coming = checkpoint.announced(output)  # the stop will leave one, which is newer than all that are there
+    found = coming[0] if coming else checkpoint.newest(output, lambda text: None)
     if found is None or found.state.finished:
         return
-    shape = DrafterConfig.from_json(checkpoint.read_config(found))
+    shape = DrafterConfig.from_json(coming[1] if coming else checkpoint.read_config(found))
     theirs = str(found.state.settings.get("target"))
     if settings.target_model != TOY.strip():
         unread = settings.target_model if theirs.startswith(TOY) else theirs

@@ -137,6 +137,7 @@ class Trainer:
     def run(self) -> int:
         checkpoint.get_ready()
         self._resume()
+        checkpoint.announce(self.output, self.state, self.config.to_json())
         self._open_records()
         parameters = sum(p.numel() for p in self.drafter.parameters())
         say(

@@ -81,6 +81,23 @@ def test_settings_that_cannot_go_on_are_refused_before_anything_is_stopped(
     check(settings(tmp_path, resume="never", **change))
 
 
+def test_the_checkpoint_that_the_run_in_progress_will_leave_counts_before_it_is_there(tmp_path: Path) -> None:
+    store(tmp_path / "out", finished=True)
+    given = settings(tmp_path / "out", num_taps=3)
+    state = checkpoint.State(
+        step=0, micro_batch=0, epoch=0, total=9, run_id="0002-x", settings={"target": "toy abc"}
+    )
+    with checkpoint.output_directory(tmp_path / "out") as output:
+        check(given)
+        checkpoint.announce(output, state, SHAPE.to_json())
+        with pytest.raises(InputError, match=r"target_layer_ids \(0, 2\) instead of \(0, 1, 2\)"):
+            check(given)
+        left = (output / ".coming.json").read_bytes()
+    check(given)
+    (output / ".coming.json").write_bytes(left)  # of a trainer that was killed
+    check(given)
+
+
 def test_without_a_checkpoint_and_after_a_finished_run_every_shape_is_right(tmp_path: Path) -> None:
     check(settings(tmp_path, block_size=4))
     store(tmp_path, finished=True)
