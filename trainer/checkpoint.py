@@ -105,7 +105,7 @@ def announced(output: Path) -> tuple[Found, dict[str, Any]] | None:
     """(state, config) of the checkpoint that the trainer in progress would leave; None without one."""
     try:
         value = read_json(output / _COMING)
-        config = value.get("config") if isinstance(value, dict) else None
+        config: Any = value.get("config") if isinstance(value, dict) else None
         if not isinstance(value, dict) or not isinstance(config, dict):
             return None
         state: State = parse(State, value.get("state"), output / _COMING)
