@@ -61,7 +61,7 @@ def ended(
     parts = [f"ended {ago(now, number(exit, 'time'))}"]
     step = number(exit, "last_step")
     if step is not None:
-        parts.append(f"at step {step:g}")
+        parts.append(f"at step {step:.0f}")
     if word != "finished" or exit.get("code"):
         limit = number(exit, "signal") == 9 and container.get("oom_killed") is True
         parts.append(code_words({**exit, "out_of_memory": True} if limit else exit))
@@ -69,7 +69,7 @@ def ended(
         parts.append(f"asked by {exit['asked_by']}")
     saved = number(table(exit, "last_checkpoint"), "step")
     if saved is not None:
-        parts.append(f"checkpoint of step {saved:g}")
+        parts.append(f"checkpoint of step {saved:.0f}")
     attempts = number(exit, "attempts")
     if attempts and attempts > 1:
         parts.append(f"{attempts:g} attempts")
@@ -166,7 +166,7 @@ def in_progress(run: dict[str, Any], now: float, sample: float) -> tuple[str, st
     what = f"{rank}{beat.get('phase', 'in an unknown phase')}: no progress for {seconds(quiet)}"
     step = number(beat, "step")
     if step:
-        what += f" after step {step:g}"
+        what += f" after step {step:.0f}"
     word, evidence = computing(run, sample)
     return word, f"{what}, {evidence}{again}"
 
@@ -224,7 +224,7 @@ def progress(beat: dict[str, Any], now: float) -> str:
     if beat.get("phase") == "finishing":
         parts.append("finishing")
     if step:
-        parts.append(f"step {step:g}/{total:g}" if total else f"step {step:g}")
+        parts.append(f"step {step:.0f}/{total:.0f}" if total else f"step {step:.0f}")
     speed = number(table(beat, "tokens_per_second"), "now")
     if speed is not None:
         parts.append(f"{speed:,.0f} tok/s")

@@ -109,6 +109,13 @@ def test_a_heartbeat_with_foreign_values_breaks_nothing(values: dict[str, Any]) 
     assert "0007-demo" in shown(strange)
 
 
+def test_steps_beyond_a_million_are_written_out() -> None:
+    long = run()
+    long["heartbeats"]["0"].update(step=1_234_567, total=2_000_000)
+    assert "step 1234567/2000000," in shown(long)
+    assert shown(long).count("1234567") == 1
+
+
 def test_a_run_that_is_over_uses_no_memory() -> None:
     over = run(alive=False, exit={"reason": "stopped", "code": 0})
     assert " mem " not in shown(over)
