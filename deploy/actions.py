@@ -180,6 +180,7 @@ def plan_again(
         secrets_from=kept,
         restage=restage,
         heartbeats=run.command[1:4] == ["-u", "-m", "trainer"],
+        checkpoint_timeout_seconds=run.checkpoint_timeout_seconds,
     )
 
 
@@ -218,7 +219,7 @@ def plan_stop(
         if offered:
             raise DeployError(f"there is no {name} on {goal.settings.name}{offered}", code=USAGE)
     layout = survey.layout_of(goal.settings, facts, name)
-    return plan.make_stop(facts, goal.settings, layout, plan.CHECKPOINT_TIMEOUT if checkpoint else 0)
+    return plan.make_stop(facts, goal.settings, layout, checkpoint=checkpoint)
 
 
 def record_of(words: Mapping[str, Any], goal: Target, name: str) -> str:

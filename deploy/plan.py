@@ -13,15 +13,15 @@ from typing import Any
 from deploy import bootunit, devices, mask, plantext, preflight, release, runtimes, secrets
 from deploy import image as images
 from deploy.errors import DeployError
-from deploy.health import verdict
+from deploy.health import number, table, verdict
 from deploy.release import Layout, Release
 from deploy.runtimes import compose, process
 from deploy.runtimes.compose import Mount
 from deploy.settings import HostSettings, Recipe, RunSettings
 from deploy.survey import Survey
 from deploy.weights import Weights
+from trainer import status
 
-CHECKPOINT_TIMEOUT = 300.0  # seconds, where no run's file says otherwise
 INSTALL_TINI = ("apt-get", "install", "-y", "--no-install-recommends", "tini")
 
 
@@ -200,7 +200,7 @@ def make(
         data=survey.data,
         data_copy=survey.data_copy,
         resume=_resume(survey, run),
-        stop=stop_of(live, facts, run.checkpoint_timeout_seconds) if live else None,
+        stop=stop_of(live, facts) if live else None,
         init=init,
         install=commands,
         secrets={name: secrets.describe(source) for name, source in sorted(run.secrets.items())},
@@ -317,12 +317,9 @@ def _image(
 
 
 def make_stop(
-    facts: Mapping[str, Any],
-    host: HostSettings,
-    layout: Layout,
-    checkpoint_timeout: float = CHECKPOINT_TIMEOUT,
+    facts: Mapping[str, Any], host: HostSettings, layout: Layout, *, checkpoint: bool = True
 ) -> Plan:
-    """The plan of `stop`; with a timeout of 0 no checkpoint is asked for."""
+    """The plan of `stop`; `checkpoint` says whether one is asked for first."""
     live = next((run for run in reversed(facts["runs"]) if run["name"] == layout.name and run["alive"]), None)
     return Plan(
         task="stop",
@@ -330,24 +327,27 @@ def make_stop(
         host=host.name,
         name=layout.name,
         layout=layout,
-        stop=stop_of(live, facts, checkpoint_timeout) if live else None,
+        stop=stop_of(live, facts, checkpoint=checkpoint) if live else None,
         seen=seen(facts, layout.name),
     )
 
 
-def stop_of(
-    live: Mapping[str, Any], facts: Mapping[str, Any], checkpoint_timeout: float = CHECKPOINT_TIMEOUT
-) -> Stop:
-    """How the run in progress is ended. Its own run.json says what grace launch gives the trainer."""
+def stop_of(live: Mapping[str, Any], facts: Mapping[str, Any], *, checkpoint: bool = True) -> Stop:
+    """How the run in progress is ended. Its own run.json says how long it may take to save, and to end."""
+    written, usual = table(dict(live), "run"), status.Run("", "", [])
+    grace = number(written, "grace_seconds")
+    patience = number(written, "checkpoint_timeout_seconds") if checkpoint else 0.0
+    if patience is None:  # deployed before run.json held it
+        patience = usual.checkpoint_timeout_seconds
     word = verdict(dict(live), facts["time"], sample=facts["sample_seconds"])
     return Stop(
         live["run_id"],
         live["path"],
         f"{word.word}: {word.reason}" if word.reason else word.word,
         # At step 0 there is nothing to save.
-        checkpoint_timeout > 0 and any(beat.get("step") for beat in live["heartbeats"].values()),
-        checkpoint_timeout,
-        float((live["run"] or {}).get("grace_seconds", 60.0)),
+        patience > 0 and any(beat.get("step") for beat in live["heartbeats"].values()),
+        patience,
+        usual.grace_seconds if grace is None else grace,
     )
 
 

@@ -152,6 +152,7 @@ class Run:
     changes: dict = field(default_factory=dict)  # --set
     working_directory: str | None = None
     grace_seconds: float = 60.0  # from TERM to KILL
+    checkpoint_timeout_seconds: float = 300.0  # a stop waits so long for the checkpoint that it asks for
     restart_attempts: int = 3  # crashes that start the next attempt: at most this many ...
     restart_minutes: float = 10.0  # ... within this time
     segment_bytes: int = 64 << 20  # a log segment is closed at this size

@@ -127,7 +127,7 @@ def test_a_run_that_is_being_stopped_is_not_unchanged(tmp_path: Path) -> None:
 
 def test_a_stop_without_a_checkpoint_says_what_is_left_to_save_in() -> None:
     layout = release.Layout("/var/lib/drafthouse", "/dev/shm/drafthouse", "demo")
-    made = plan.make_stop(facts(runs=[run()]), LOCALHOST, layout, 0)
+    made = plan.make_stop(facts(runs=[run()]), LOCALHOST, layout, checkpoint=False)
     assert not made.stop.asks
     assert "a checkpoint first" not in str(made)
     assert "s is all it has to save in" in str(made)
@@ -297,9 +297,27 @@ def test_the_plan_says_what_reaps_and_what_is_installed_for_it(
 def test_the_plan_shows_the_smallest_timeout_of_the_chain(
     grace: float, patience: float, said: str, tmp_path: Path
 ) -> None:
-    text = f"{DEMO}checkpoint_timeout_seconds: {patience}\ngrace_seconds: 7"
-    made = planned(survey(facts(runs=[run(run={"grace_seconds": grace})])), tmp_path, text=text)
+    text = f"{DEMO}checkpoint_timeout_seconds: 9\ngrace_seconds: 7"
+    own = run(run={"grace_seconds": grace, "checkpoint_timeout_seconds": patience})
+    made = planned(survey(facts(runs=[own])), tmp_path, text=text)
     assert f"  timeouts  {said}\n" in str(made)
+
+
+def test_a_stop_waits_as_long_as_the_run_in_progress_was_promised_whatever_the_task(tmp_path: Path) -> None:
+    old = {"current": OLD, "releases": [OLD]}
+    own = run(release_id=OLD, run={"checkpoint_timeout_seconds": 900})
+    found = survey(facts(runs=[own], names={"demo": old}))
+    stops = [
+        planned(found, tmp_path).stop,
+        plan.make_same(found, LOCALHOST, ["a"]).stop,
+        plan.make_same(found, LOCALHOST, ["a"], task="start").stop,
+        plan.make_stop(found.facts, LOCALHOST, found.layout).stop,
+    ]
+    assert [stop and stop.checkpoint_timeout_seconds for stop in stops] == [900.0] * 4
+    foreign = facts(runs=[run(run={"checkpoint_timeout_seconds": "soon", "grace_seconds": None})])
+    stop = plan.make_stop(foreign, LOCALHOST, found.layout).stop
+    assert stop is not None
+    assert (stop.checkpoint_timeout_seconds, stop.grace_seconds) == (300.0, 60.0)
 
 
 def test_a_run_without_heartbeats_is_not_asked_for_a_checkpoint(tmp_path: Path) -> None:
