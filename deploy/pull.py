@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import onhost, typedpath
+from deploy import onhost, pull_source, typedpath
 from deploy.errors import USAGE, DeployError, either
 from deploy.host import Host, HostError
 from deploy.release import Layout
@@ -35,6 +35,7 @@ class Item:
 
     what: str
     root: str  # on the host
+    inside: str  # a directory there that it has to lie in, whatever links it is made of
     place: Path  # here: a directory, or, for a log, a file
     grows: bool  # whether a later pull may find more of it
 
@@ -48,25 +49,27 @@ def choose(layout: Layout, run_id: str | None, what: str, out: Path, checkpoint:
     if what not in WHAT:
         raise DeployError(f"--what {what} is not one of {either(WHAT)}", code=USAGE)
     if what == "checkpoint":
+        place = layout.checkpoints
         if checkpoint is None:
-            return Item(what, layout.checkpoints, out / f"{layout.name}-checkpoints", True)
-        run, _, step = checkpoint.rpartition("/")
-        return Item(
-            what, f"{layout.checkpoints}/{checkpoint}", out / (f"{run}-{step}" if run else step), False
-        )
+            return Item(what, place, place, out / f"{layout.name}-checkpoints", True)
+        if not pull_source.is_checkpoint(checkpoint):
+            raise DeployError(f"the host offers {checkpoint!r}, which is no checkpoint of ours")
+        return Item(what, f"{place}/{checkpoint}", place, out / checkpoint.replace("/", "-"), False)
+    if run_id is None or not pull_source.is_run_id(run_id):
+        raise DeployError(f"the host offers {run_id!r}, which is no run of ours")
     run_path = f"{layout.runs}/{run_id}"
     if what == "run":
-        return Item(what, run_path, out / str(run_id), True)
+        return Item(what, run_path, run_path, out / run_id, True)
     if what == "events":
-        return Item(what, f"{run_path}/events", out / f"{run_id}-events", True)
-    return Item(what, f"{run_path}/log", out / f"{run_id}.log", True)
+        return Item(what, f"{run_path}/events", run_path, out / f"{run_id}-events", True)
+    return Item(what, f"{run_path}/log", run_path, out / f"{run_id}.log", True)
 
 
 def fetch(host: Host, item: Item, progress: Progress = lambda text: None) -> str:
     """Bring an item home; returns what was done, for people. Raises DeployError; what is there stays."""
     if typedpath.look(item.place, str(item.place)) and not item.grows:
         return f"{item.place} is there already"
-    found = onhost.ask(host, "deploy.pull_source:listing", item.root, timeout=_TIMEOUT)
+    found = onhost.ask(host, "deploy.pull_source:listing", item.root, item.inside, timeout=_TIMEOUT)
     files = found["files"]
     if not files:
         raise DeployError(f"{host.name}: {item.root} is empty, so there is nothing to pull")
@@ -170,7 +173,7 @@ def _receive(
                 path.unlink()
                 bad.append(name)
                 continue
-            path.chmod(int(by_name[name]["mode"]) | 0o600)
+            path.chmod(int(by_name[name]["mode"]) & 0o777 | 0o600)
             os.utime(path, (by_name[name]["modified"],) * 2)
         return count
     except EOFError:
