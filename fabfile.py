@@ -553,7 +553,7 @@ def runs(
     debug: bool = False,
 ) -> int | None:
     """The runs of a host, newest first."""
-    from deploy import overview, target
+    from deploy import mask, overview, target
     from deploy import show as text
 
     goal = target.one(host, ROOT, accept_new_host_key)
@@ -561,7 +561,7 @@ def runs(
     overview.check_name(goal, [facts], name)
     found = [run for run in facts["runs"] if name is None or run["name"] == name]
     if json:
-        return show(found)
+        return show(mask.tree(found))
     print(here(text.runs(found, facts["time"]) if found else overview.nothing(goal, facts, name)))
     return None
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from deploy import mask
+
 # What a program is likely to read at its start, and unlikely to write while it runs.
 _READ_AT_START = (".py", ".sh", ".bash", ".yaml", ".yml", ".toml")
 _SLACK = 1.0  # seconds: a process's start is known to a clock tick, a file's time of change to its own clock
@@ -52,7 +54,7 @@ def _words(deployed: Sequence[str], running: Sequence[str]) -> list[str]:
     before, now = _flags(deployed[1:]), _flags(running[1:])
     for key in [*before, *(key for key in now if key not in before)]:
         if before.get(key) != now.get(key):
-            found.append(f"process: {key} is {_say(now.get(key))}, but {_say(before.get(key))} was deployed")
+            found.append(_differs(key, now.get(key), before.get(key)))
     return found
 
 
@@ -78,7 +80,7 @@ def _variables(deployed: Mapping[str, str], running: Any) -> list[str]:
     if not isinstance(running, Mapping):
         return []
     return [
-        f"process: {key} is {_say(running.get(key))}, but {_say(value)} was deployed"
+        _differs(key, running.get(key), value)
         for key, value in sorted(deployed.items())
         if running.get(key) != value
     ]
@@ -108,6 +110,17 @@ def _files(files: Iterable[Mapping[str, Any]], argv: Sequence[str], started: flo
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(modified))
             found.append(f"{path}: changed at {when}, after the process had started")
     return found
+
+
+def _differs(key: str, running: str | None, deployed: str | None) -> str:
+    """The line for one difference; of what looks like a secret it only says that there is one."""
+    name = key.lstrip("-")
+    now, before = (
+        value if value is None else mask.MASK if mask.secret_name(name) else mask.text(value)
+        for value in (running, deployed)
+    )
+    other = mask.OTHER if now == before else ""
+    return f"process: {key} is {_say(now)}{other}, but {_say(before)} was deployed"
 
 
 def _say(value: str | None) -> str:

@@ -7,7 +7,8 @@ one into `environment:`, a command line or an address all the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 MASK = "***"
 OTHER = " (another value)"  # so that a change shows, though not what it is
@@ -41,6 +42,27 @@ def pairs(values: Mapping[str, str]) -> list[tuple[str, str]]:
 def text(value: str) -> str:
     """`value` with its secrets masked."""
     return "\n".join(_masked(value.split("\n"), None))
+
+
+def words(values: Sequence[str]) -> list[str]:
+    """A command line, masked word by word: the value of a flag may be the word after it."""
+    return _masked([text(value) for value in values], None)
+
+
+def tree(value: Any) -> Any:
+    """What JSON can hold, masked at every depth: for answers that scripts read, and keep in their logs."""
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, Mapping):
+        return {
+            key: MASK if secret_name(str(key)) and isinstance(inner, str) else tree(inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(inner, str) for inner in value):
+            return words(value)
+        return [tree(inner) for inner in value]
+    return value
 
 
 def both(old: bytes | None, new: bytes | None) -> tuple[str | None, str | None]:

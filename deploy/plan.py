@@ -85,9 +85,9 @@ class Plan:
         """For scripts: every field by its name. What looks like a secret is not in it."""
         value = dataclasses.asdict(self)
         del value["seen"]
-        value["changes"] = dict(mask.pairs(self.changes))
         value["weights"] = self.weights and {**value["weights"], "describe": self.weights.describe()}
-        return value
+        # (Of secrets only their names are in it, and where they are read.)
+        return {**mask.tree(value), "secrets": value["secrets"]}
 
     def __str__(self) -> str:
         return "\n".join(plantext.text(self))

@@ -187,8 +187,13 @@ def test_drift_names_a_variable_that_the_process_has_not(fab: Fab) -> None:
     written = fab.runs[0].path / "run.json"
     value = json.loads(written.read_text())
     value["environment"]["GREETING"] = "another"
+    value["environment"]["API_KEY"] = "hunter2"
     status.write_json(written, value)
     assert "process: GREETING is one, but another was deployed" in drift(fab)
+    for words in (["status"], ["status", "--json"], ["runs", "--json"]):
+        shown = fab.ok(*words, "--host", "localhost")
+        assert "API_KEY" in shown
+        assert "hunter2" not in shown
 
 
 # -- watching what is under way ----------------------------------------------------------------------------

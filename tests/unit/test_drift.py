@@ -50,6 +50,23 @@ def test_each_word_of_the_command_line_that_differs_is_named_by_its_flag() -> No
     ]
 
 
+def test_what_looks_like_a_secret_is_said_to_differ_and_not_shown() -> None:
+    own = {
+        "environment": {"HF_TOKEN": "hf_old", "URL": "https://a:pw1@x"},
+        "command": ["p", "--api-key", "old"],
+    }
+    assert of(
+        written=own,
+        argv=["p", "--api-key", "new"],
+        environment={"HF_TOKEN": "hf_new", "URL": "https://a:pw2@x"},
+    ) == [
+        "process: --api-key is *** (another value), but *** was deployed",
+        "process: HF_TOKEN is *** (another value), but *** was deployed",
+        "process: URL is https://a:***@x (another value), but https://a:***@x was deployed",
+    ]
+    assert "process: HF_TOKEN is not set, but *** was deployed" in of(written=own, environment={})
+
+
 @pytest.mark.parametrize(
     ("deployed", "running"),
     [

@@ -70,3 +70,24 @@ def test_in_every_kind_of_file_that_is_rendered_the_value_is_gone_and_the_change
 def test_a_file_that_is_on_one_side_only_is_masked_too() -> None:
     assert mask.both(None, b"API_KEY=x\n") == (None, "API_KEY=***\n")
     assert mask.both(b"API_KEY=x\n", None) == ("API_KEY=***\n", None)
+
+
+def test_an_answer_in_json_is_masked_at_every_depth_and_keeps_its_shape() -> None:
+    run = {
+        "command": ("p", "--api-key", "s3cret", "--lr", "1", "sh -c 'TOKEN=s3cret x'"),
+        "environment": {"HF_TOKEN": "s3cret", "LEVEL": "2"},
+        "secrets": ["HF_TOKEN"],
+        "running": [{"argv": ["--password=s3cret", "two\nTOKEN=s3cret"]}],
+        "exit": None,
+        "alive": True,
+        "tokens_per_second": {"now": 1.5},
+    }
+    assert mask.tree(run) == {
+        "command": ["p", "--api-key", "***", "--lr", "1", "sh -c 'TOKEN=*** x'"],
+        "environment": {"HF_TOKEN": "***", "LEVEL": "2"},
+        "secrets": ["HF_TOKEN"],
+        "running": [{"argv": ["--password=***", "two\nTOKEN=***"]}],
+        "exit": None,
+        "alive": True,
+        "tokens_per_second": {"now": 1.5},
+    }

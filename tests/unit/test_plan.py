@@ -449,6 +449,13 @@ def test_a_change_that_looks_like_a_secret_is_not_in_the_plan(tmp_path: Path) ->
     assert "hunter2" not in str(made) + json.dumps(made.to_json())
 
 
+def test_a_word_of_the_command_that_looks_like_a_secret_is_not_in_the_plan(tmp_path: Path) -> None:
+    made = planned(survey(), tmp_path, text="command: [a, --api-key, hunter2, PASSWORD=hunter2]")
+    assert made.command[-1] == "PASSWORD=hunter2", "what is started is not what is shown"
+    assert made.to_json()["command"] == ["a", "--api-key", "***", "PASSWORD=***"]
+    assert "hunter2" not in str(made)
+
+
 def test_secrets_are_named_and_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "hunter2-hunter2")
     made = planned(survey(), tmp_path, text=f"{DEMO}secrets: {{KEY: env}}")
