@@ -84,14 +84,14 @@ class Remote:
 
 
 @pytest.fixture
-def remote(docker_box: Any, engine: Any, tmp_path: Path) -> Iterator[Remote]:
-    made = Remote(docker_box, docker_box.project(tmp_path / "project"), engine)
+def remote(docker_box: Any, base_images: Any, tmp_path: Path) -> Iterator[Remote]:
+    made = Remote(docker_box, docker_box.project(tmp_path / "project"), base_images)
     (made.root / "runs" / "demo.yaml").write_text(COUNTING.replace("IMAGE", "python:3.11-slim-bookworm"))
     try:
         yield made
     finally:
         for container in made.containers():
-            engine.run("rm", "-f", container)
+            base_images.run("rm", "-f", container)
         Place(docker_box.state).end_all()
         for place in (docker_box.state, docker_box.shm):
             shutil.rmtree(place, ignore_errors=True)
