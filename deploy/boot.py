@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 # The switch is started as a program of its own, and comes to the host with this one.
-from deploy import engine, files, new_run, switch_job, weights_store  # noqa: F401
+from deploy import engine, files, new_run, probe, procfs, switch_job, weights_store  # noqa: F401
 from deploy.errors import DeployError
 from trainer import status
 
@@ -153,15 +153,31 @@ def asked_by_a_person(exit: status.Exit) -> bool:
 
 
 def never_started(run: status.RunDir) -> str:
-    """Why a run without launch counts as one to start; empty if it does not."""
+    """Why a run without launch counts as one to start; empty if it does not.
+
+    What failed since the machine and the engine are up, failed before the eyes of whoever asked for it: that
+    a deploy installs and starts our unit must not start it once more.
+    """
     record = status.read_json(run.path / "switch.json")
     if not isinstance(record, dict):
         return ""  # its deploy did not come to the switch
+    if (probe.number(record, "started") or 0.0) >= came_up(run):
+        return ""
     steps = [step for step in record.get("steps") or [] if isinstance(step, dict)]
     if record.get("outcome") == "running":
         return "was about to start when the machine went down"
     stopped = any(step.get("name") == "stop" and step.get("outcome") in ("ok", "skipped") for step in steps)
     return f"could not be started ({record.get('reason')})" if stopped else ""
+
+
+def came_up(run: status.RunDir) -> float:
+    """When the machine, or the engine of a run in a container, came up last; now, if nobody knows."""
+    times = [procfs.boot_time() or time.time()]
+    with contextlib.suppress(DeployError):
+        start = read_template(run)["spec"]["start"]
+        if start.get("container"):
+            times.append(engine_of(start).started() or 0.0)
+    return max(times)
 
 
 # -- acting ------------------------------------------------------------------------------------------------
@@ -279,6 +295,12 @@ def check(found: Mapping[str, Any], state: Path, name: str) -> None:
     release = found["spec"]["release_id"]
     if not (state / "names" / name / "releases" / str(release)).is_dir():
         raise DeployError(f"release {release} of {name} is gone from {state}: start it with fab deploy")
+    changed = probe.changed(state / "names" / name / "releases" / str(release))
+    if changed:
+        raise DeployError(
+            f"{changed[0]} of release {release} of {name} was changed on this host since it was deployed: "
+            "fab deploy writes it anew and starts it"
+        )
     secrets = found["run"].get("secrets_file")
     if secrets and not os.path.isfile(secrets):
         raise DeployError(f"the secrets of {name} in {secrets} are gone: fab deploy brings them again")

@@ -7,6 +7,7 @@ library only, Python >= 3.9.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from trainer import status
 
 FILE = "container.json"
 START_TIMEOUT = 120.0  # seconds for `docker compose up`, which starts but does not build or pull
+NAME_TIMEOUT = 60.0  # seconds until the engine has said which containers there are; a busy one takes long
 ASK_AGAIN = 0.2  # seconds between two questions to the engine about the same container
 TELLING = re.compile(r"error|cannot|denied|no such|not found|failed|unknown|invalid", re.IGNORECASE)
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -96,17 +98,53 @@ def of(run: status.RunDir) -> Container | None:
     return Container(run, kept) if isinstance(kept, dict) and kept.get("id") else None
 
 
+def made_here(labels: Any, state_root: str | Path) -> bool:
+    """Whether Compose made a container from a file below this state root; our locks know of no other."""
+    names = os.path.realpath(os.path.join(state_root, "names"))
+    where = str((labels or {}).get(engine.DIRECTORY) or "/")
+    return os.path.realpath(where).startswith(names + os.sep)
+
+
+def foreign(rows: list[dict[str, Any]], project: str, state_root: str | Path) -> str:
+    """A running container that `docker compose up` would replace although it is none of this state root's.
+
+    A project is known by its name alone: another user's deploy, or a demo that somebody began by hand, may
+    have the same. `rows` are the project's. A sentence with its remedy; empty if there is none.
+    """
+    for row in rows:
+        labels = row.get("Labels") or {}
+        if row.get("State") not in engine.OVER and not made_here(labels, state_root):
+            name = str((row.get("Names") or ["?"])[0]).lstrip("/")
+            return (
+                f"container {name} ({str(row.get('Id'))[:12]}) of the project {project} runs on this engine, "
+                f"but was started from {labels.get(engine.DIRECTORY) or 'elsewhere'} and would be ended "
+                f"without a checkpoint: stop it with docker compose -p {project} stop, or take another --name"
+            )
+    return ""
+
+
 def up(run: status.RunDir, start: dict[str, Any]) -> tuple[Container | None, str, list[str]]:
     """Run the start's command (`docker compose up -d …`) to its end.
 
     Returns the container that it made, if any, which is then in container.json; why it failed, or an empty
-    text; and what the command said last.
+    text; and what the command said last. That the engine does not answer at once is no failure.
     """
     project, service = start["container"]["project"], start["container"]["service"]
     one = engine.Engine(engine.address(start["environment"]), timeout=5.0)
-    before = _newest(one, project, service)
+    seconds = start.get("name_timeout_seconds", NAME_TIMEOUT)
+    try:
+        rows = _rows(one, project, seconds)
+    except engine.EngineError as error:
+        return None, f"the container was not started: {error}", []
+    before = _newest(rows, service)
+    other = foreign(rows, project, run.path.parent.parent)  # one that began since the switch was accepted
+    if other:
+        return None, f"the container was not started: {other}", []
     problem, said = _command(run, start)
-    found = _newest(one, project, service)
+    try:
+        found = _newest(_rows(one, project, seconds), service)
+    except engine.EngineError as error:
+        return None, problem or f"a container was started, but the engine does not say which: {error}", said
     if found is None or (before is not None and before["Id"] == found["Id"]):
         return None, problem or f"{start['argv'][0]} left no container of {project}", said
     kept = {
@@ -119,7 +157,8 @@ def up(run: status.RunDir, start: dict[str, Any]) -> tuple[Container | None, str
         "engine": one.address,
         "time": time.time(),
     }
-    status.write_json(run.path / FILE, kept)
+    with contextlib.suppress(OSError):  # a full disk: without the file, the run's lock tells its process
+        status.write_json(run.path / FILE, kept)
     return Container(run, kept), problem, said
 
 
@@ -164,10 +203,17 @@ def _last(path: Path) -> list[str]:
     return [line for line in lines if line][-10:]
 
 
-def _newest(one: engine.Engine, project: str, service: str) -> dict[str, Any] | None:
-    """The newest container of the service, by the engine's listing; None for none, or without an answer."""
-    try:
-        rows = one.containers(project, service)
-    except engine.EngineError:
-        return None
-    return rows[0] if rows else None
+def _rows(one: engine.Engine, project: str, seconds: float) -> list[dict[str, Any]]:
+    """The containers of a project, newest first. Raises EngineError without an answer in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return one.containers(project)
+        except engine.EngineError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(ASK_AGAIN)
+
+
+def _newest(rows: list[dict[str, Any]], service: str) -> dict[str, Any] | None:
+    return next((row for row in rows if (row.get("Labels") or {}).get(engine.SERVICE) == service), None)

@@ -48,6 +48,8 @@ def checks(
         return broken  # nothing else can be said of an engine that does not answer
     return [
         *_command(run),
+        *_user(facts, host, run),
+        *_taken(facts, host, run),
         *_toolkit(facts, host, found),
         *_storage(facts["engine"], host, image, facts),
         *_memory(facts, host, run, found),
@@ -62,7 +64,15 @@ def _engine(engine: Mapping[str, Any], host: HostSettings, facts: Mapping[str, A
 
     otherwise = f"or set runtime: process for {host.name} in fabric.yaml"
     bootstrap = f"fab bootstrap --host {host.name}"
-    if engine.get("permitted") is False:
+    address = str(engine.get("address") or "unix://")
+    if not address.startswith("unix://"):
+        yield bad(
+            f"the Docker client of {host.name} asks the engine at {address}, but a run can only be watched "
+            "and stopped through a unix socket of the machine that it is deployed to",
+            "unset DOCKER_HOST there (or docker context use default), or deploy to the engine's own machine, "
+            f"{otherwise}",
+        )
+    elif engine.get("permitted") is False:
         user = facts["user"]
         yield bad(
             f"{user} may not use the Docker engine of {host.name} ({engine.get('error') or 'no permission'})",
@@ -105,6 +115,33 @@ def _command(run: RunSettings) -> Iterator[Check]:
             "the run has a command: of its own, but no image that has its program",
             "name one that is on the host, like image: {use: my/image:1.4}, or set runtime: process",
         )
+
+
+def _user(facts: Mapping[str, Any], host: HostSettings, run: RunSettings) -> Iterator[Check]:
+    """Only root can give the run's directory to another user, who could not write it otherwise."""
+    wanted = int(compose.user(run, facts).split(":")[0])
+    if facts["uid"] not in (0, wanted) and not facts["engine"].get("rootless"):
+        yield Check(
+            "user",
+            False,
+            f"the run has user: {run.user}, but on {host.name} {facts['user']} (uid {facts['uid']}) cannot "
+            "give files to another user",
+            "remove user: from the run's file, or deploy as root",
+        )
+
+
+def _taken(facts: Mapping[str, Any], host: HostSettings, run: RunSettings) -> Iterator[Check]:
+    """An engine has one project of a name, whoever began it; our locks know only our own state directory."""
+    project = compose.project(run.name)
+    for one in facts.get("containers") or ():
+        if one["project"] == project and not one["here"]:
+            yield Check(
+                "in use",
+                False,
+                f"container {one['name']} of the project {project} runs on {host.name}, but was started from "
+                f"{one['directory'] or 'elsewhere'} and would be ended without a checkpoint",
+                f"stop it there with docker compose -p {project} stop, or take another --name",
+            )
 
 
 def _toolkit(facts: Mapping[str, Any], host: HostSettings, found: Devices) -> Iterator[Check]:

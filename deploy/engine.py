@@ -26,10 +26,12 @@ TIMEOUT = 2.0  # seconds; an engine that is up answers in milliseconds
 SOCKET = "/var/run/docker.sock"
 PROJECT = "com.docker.compose.project"  # labels that Compose gives its containers
 SERVICE = "com.docker.compose.service"
+DIRECTORY = "com.docker.compose.project.working_dir"
 ONE_OFF = "com.docker.compose.oneoff"  # True for those of `docker compose run`
 OURS = "drafthouse-"  # what our projects' names begin with
 VARIABLES = ("DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
 LONGEST_ANSWER = 16 << 20
+OVER = ("created", "exited", "dead", "removing")  # what the engine calls containers without a process
 
 
 class EngineError(Exception):
@@ -102,7 +104,7 @@ class Engine:
 
     def _path(self) -> str:
         if not self.address.startswith("unix://"):
-            raise EngineError(f"DOCKER_HOST is {self.address}")
+            raise EngineError(f"DOCKER_HOST is {self.address}, which is no unix socket of this machine")
         return self.address[len("unix://") :]
 
     def _connect(self) -> socket.socket:

@@ -10,6 +10,7 @@ state {root exists writable owner_uid free_bytes total_bytes}, shm {root is_tmpf
 total_bytes}, memory {total available}, environment {PYTHON*}, cpus,
 engine {client address variables answers permitted version api compose error started root storage_free_bytes
 live_restore rootless buildx runtimes cdi}, images [{id tags bytes created labels}] (ours only),
+containers [{name project directory here}] (running ones of our projects; here: made from this state root),
 gpus {devices [{index path uuid holders [{pid command age daemon}]}] control driver library toolkit
 nvidia_smi},
 names {name: {current previous releases stop booted secrets [paths] changed {release: files that are not as
@@ -42,7 +43,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deploy import engine, machine, procfs
+from deploy import contained, engine, machine, procfs
 from trainer import status
 
 MOST_WORDS = 1000
@@ -102,6 +103,7 @@ class Probe:
             "unattended_upgrades": machine.unattended_upgrades(),
             "engine": told["engine"],
             "images": told["images"],
+            "containers": self.containers(told),
             "gpus": devices,
             "programs": machine.programs(),
             "tini": machine.program("tini"),
@@ -317,6 +319,22 @@ class Probe:
                 "gone": (now is None) if unknown is None else None,
                 "unknown": unknown,
             }
+
+    def containers(self, told: dict[str, Any]) -> list[dict[str, Any]]:
+        """The running containers of projects with our names, whoever has made them."""
+        found = []
+        for one in told["containers"].values():
+            labels = one["labels"]
+            if one["running"]:
+                found.append(
+                    {
+                        "name": one["name"],
+                        "project": labels.get(engine.PROJECT),
+                        "directory": labels.get(engine.DIRECTORY),
+                        "here": contained.made_here(labels, self.state),
+                    }
+                )
+        return found
 
     def add_processes(self, runs: list[dict[str, Any]]) -> None:
         """Give every run its processes, with their CPU time read twice."""

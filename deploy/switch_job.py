@@ -41,7 +41,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from deploy import engine, files, new_run, procfs
+from deploy import contained, engine, files, new_run, probe, procfs
 from deploy.errors import DeployError
 from deploy.switch_steps import Failed, Switch, wait
 from trainer import status
@@ -54,6 +54,10 @@ LOCK_PATIENCE = 1.0  # seconds: a probe that looks at the lock holds it for a mo
 
 class Refused(Exception):
     """The job cannot begin; nothing was changed."""
+
+
+class Begun(Exception):
+    """The job has begun already: its specification came twice, the second time after a lost connection."""
 
 
 class Record:
@@ -115,10 +119,15 @@ class Record:
 
 
 def claim(spec: dict[str, Any]) -> int:
-    """Take the name's switch lock and check what can be checked. The lock's descriptor; raises Refused."""
+    """Take the name's switch lock and check what can be checked. The lock's descriptor.
+
+    Raises Refused, or Begun.
+    """
     name = Path(spec["state_root"]) / "names" / spec["name"]
     os.makedirs(name, exist_ok=True)
     lock = take(spec, name)
+    if spec["start"] and os.path.exists(spec["record"]):
+        raise Begun  # and has let go of the lock, since its run lives or it has failed
     old = spec["old_run_path"]
     for run in status.list_runs(Path(spec["state_root"]) / "runs", spec["name"]):
         if run.alive() and not (old and os.path.samefile(run.path, old)):
@@ -129,11 +138,13 @@ def claim(spec: dict[str, Any]) -> int:
 
 
 def take(spec: dict[str, Any], name: Path) -> int:
-    """Take the name's switch lock and say in it what it is for. Raises Refused."""
+    """Take the name's switch lock and say in it what it is for. Raises Refused, or Begun."""
     lock = os.open(name / "switch.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not wait(lambda: files.take(lock), LOCK_PATIENCE):
         other = files.words(lock)
         os.close(lock)
+        if spec["start"] and spec["run_path"] and other.get("run_path") == spec["run_path"]:
+            raise Begun
         who = f"{other['what']} (by {other['by']})" if "what" in other and "by" in other else "switch"
         raise Refused(f"another {who} of {spec['name']} is under way")
     words = {
@@ -162,25 +173,33 @@ def check_start(spec: dict[str, Any], name: Path) -> None:
     if not (name / "releases" / spec["release_id"]).is_dir():
         raise Refused(f"release {spec['release_id']} of {spec['name']} is not on this host")
     if start.get("container"):
-        check_engine(start)
+        check_engine(start, spec["state_root"])
 
 
-def check_engine(start: dict[str, Any]) -> None:
-    """An engine that hangs, or lacks the image, must show before the old run is stopped."""
+def check_release(path: Path) -> None:
+    """A release that is started again must be what was deployed; a deploy has looked at its own already."""
+    changed = probe.changed(path) if path.is_dir() else []  # (one that is gone is told as such)
+    if changed:
+        raise Refused(f"{changed[0]} of release {path.name} was changed on the host since it was deployed")
+
+
+def check_engine(start: dict[str, Any], state_root: str) -> None:
+    """An engine that hangs, lacks the image or is busy with somebody else's run must show before the stop."""
     one = engine.Engine(
         engine.address(start["environment"]), timeout=start.get("engine_seconds", ENGINE_PATIENCE)
     )
-    image = start["container"].get("image")
+    image, project = start["container"].get("image"), start["container"]["project"]
     try:
         one.ping()
+        other = contained.foreign(one.containers(project), project, state_root)
         if image:
             one.image(image)
     except engine.EngineError as error:
-        if not one.address.startswith("unix://"):
-            return  # an engine behind TCP or SSH: only its client can ask it
         if error.status == 404:
             raise Refused(f"the engine has no image {image}: fab deploy builds or ships it") from None
         raise Refused(str(error)) from None
+    if other:
+        raise Refused(other)
 
 
 # -- the job -----------------------------------------------------------------------------------------------
@@ -230,6 +249,7 @@ def roll_back(switch: Switch, record: Record) -> str:
             for run in status.list_runs(Path(spec["state_root"]) / "runs", spec["name"]):
                 if run.alive():
                     raise Refused(f"run {run.path.name} is in progress by now")
+            check_release(switch.name / "releases" / plan["release_id"])
             run_path, start = restore(spec, plan)
             inner.update(run_path=run_path, start=start, record=f"{run_path}/switch.json")
             told["run_path"] = run_path
@@ -344,9 +364,11 @@ def main() -> None:
     answer = os.dup(1) if attached else detach(str(Path(spec["record"]).with_suffix(".err")))
     try:
         try:
-            lock = Lock(claim(spec))
+            lock: Lock | None = Lock(claim(spec))
             record = Record(spec["record"], spec)
             reply = {"accepted": True, "message": "", "record": record.path}
+        except Begun:
+            lock, reply = None, {"accepted": True, "message": "", "record": spec["record"]}
         except (Refused, OSError) as error:
             reply = {"accepted": False, "message": str(error)}
         os.write(answer, json.dumps(reply).encode())
@@ -354,6 +376,8 @@ def main() -> None:
         os.close(answer)
     if not reply["accepted"]:
         sys.exit(1)
+    if lock is None:
+        return
     # The switch lock is held until the new run lives: one that loads for minutes can be stopped meanwhile.
     switch = Switch(spec, started=lock.release)
     sys.exit(0 if perform(switch, record) == "done" else 1)

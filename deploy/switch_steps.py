@@ -142,11 +142,16 @@ class Switch:
             raise Failed(f"run {run.path.name} cannot be stopped: {error.strerror}") from None
 
     def signal_launch(self, run: status.RunDir, number: signal.Signals) -> None:
-        """Signal the run's launch. Its pid counts only if that process holds the run's lock file open."""
+        """Signal the run's launch. Its pid counts only if that process holds the run's lock file open.
+
+        In a container that nobody could note, launch knows itself by another number; then the lock tells it.
+        """
 
         def launch_pid() -> int | None:
             launch = run.launch()
-            return launch.pid if launch and procfs.has_open(launch.pid, str(run.lock)) else None
+            if launch and procfs.has_open(launch.pid, str(run.lock)):
+                return launch.pid
+            return procfs.holding(str(run.lock), procfs.processes()) if launch else None
 
         pid = wait(lambda: launch_pid() or not run.alive(), START_TIMEOUT)  # it may only just begin
         if pid is True:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -77,6 +79,29 @@ class Place:
             shutil.copytree(CHECKOUT / "trainer", app, ignore=shutil.ignore_patterns("__pycache__"))
         return release_id
 
+    def seal(self, release_id: str = "aaaaaaaaaaaa", name: str = "demo") -> str:
+        """Make what was put there for a release a whole one, as a deploy leaves it; its real id."""
+        path = self.root / "names" / name / "releases" / release_id
+        files = {
+            str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted(path.rglob("*"))
+            if file.is_file()
+        }
+        whole = "".join(f"{file}\0{digest}\n" for file, digest in sorted(files.items()))
+        sealed = path.with_name(hashlib.sha256(whole.encode()).hexdigest()[:12])
+        if sealed.exists():
+            shutil.rmtree(path)
+        else:
+            (path / "release.json").write_text(json.dumps({"files": files}))
+            path.rename(sealed)
+        return sealed.name
+
+    def whole_release(self, label: str = "first") -> str:
+        """The id of a release that is what its manifest says; another label gives another one."""
+        app = self.root / "names" / "demo" / "releases" / self.release(label) / "app"
+        (app / "label").write_text(label)
+        return self.seal(label)
+
     def start_spec(self, run: status.RunDir, release_id: str = "aaaaaaaaaaaa") -> dict[str, Any]:
         made = run.run()
         assert made
@@ -90,9 +115,9 @@ class Place:
         }
         return process.start_spec(made, facts, str(path), run_path=str(run.path), python=sys.executable)
 
-    def start(self, run: status.RunDir) -> subprocess.Popen[bytes]:
+    def start(self, run: status.RunDir, release_id: str = "aaaaaaaaaaaa") -> subprocess.Popen[bytes]:
         """Start launch as the switch does, and wait until the run lives."""
-        spec = self.start_spec(run)
+        spec = self.start_spec(run, release_id)
         with open(run.path / "launch.err", "ab") as errors:
             child = subprocess.Popen(
                 spec["argv"],

@@ -272,7 +272,7 @@ def start_spec(
         "environment": client_environment(facts),
         "working_directory": current,
         "container": {"project": project(layout.name), "service": SERVICE, "image": run.image},
-        "user": _numbers(run.user, facts),
+        "user": owner(run.user, facts),
         "devices": list(run.devices or []),
     }
 
@@ -357,7 +357,7 @@ def _compose(facts: Mapping[str, Any], release_path: str) -> list[str]:
     return [client, "compose", *where]
 
 
-def _numbers(user: str | None, facts: Mapping[str, Any]) -> list[int] | None:
+def owner(user: str | None, facts: Mapping[str, Any]) -> list[int] | None:
     """Whom the run's directories are given to; only root can give any away."""
     return [int(part) for part in user.split(":")] if user is not None and facts["uid"] == 0 else None
 

@@ -79,11 +79,12 @@ def deploy(place: ContainerPlace, **more) -> status.RunDir:
     checkpoints = place.root / "names" / NAME / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     checkpoints.chmod(0o777)
-    service = yaml.safe_load(place.compose_file("aaaaaaaaaaaa").read_text())["services"]["trainer"]
+    service = yaml.safe_load(place.compose_file("first").read_text())["services"]["trainer"]
     mount = {"type": "bind", "source": str(checkpoints), "target": str(checkpoints)}
     place.service["volumes"] = [*service["volumes"], mount]
     run = place.run_dir(RESUMES, environment={"CHECKPOINT": str(checkpoints / "step")}, **more)
-    spec = place.spec(run)
+    place.compose_file("first")
+    spec = place.spec(run, release_id=place.seal("first", NAME))
     made = run.run()
     assert made
     template = boot.template(made, spec, None, 60.0, [str(checkpoints)])

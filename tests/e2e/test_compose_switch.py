@@ -395,10 +395,12 @@ def test_what_runs_in_a_container_cannot_change_how_it_is_started_again(place):
 def test_a_release_that_dies_before_its_first_step_gives_way_to_the_one_before(place):
     old = running(place)
     name = place.root / "names" / place.name
-    (name / "current").symlink_to("releases/aaaaaaaaaaaa")
+    place.compose_file("first")
+    release = place.seal("first", place.name)
+    (name / "current").symlink_to(f"releases/{release}")
     before = {
-        "release_id": "aaaaaaaaaaaa",
-        "start": place.container_spec("aaaaaaaaaaaa"),
+        "release_id": release,
+        "start": place.container_spec(release),
         "run": json.loads((old.path / "run.json").read_text()),
     }
     place.compose_file("bbbbbbbbbbbb")
@@ -406,12 +408,12 @@ def test_a_release_that_dies_before_its_first_step_gives_way_to_the_one_before(p
     outcome = go(place, place.spec(new, old, "bbbbbbbbbbbb", rollback=before))
     assert outcome.word == "failed"
     assert outcomes(outcome)["rollback"] == "ok", outcome
-    assert "release aaaaaaaaaaaa runs again as 0003-swtest1" in outcome.reason
+    assert f"release {release} runs again as 0003-swtest1" in outcome.reason
     assert any("nan" in line for line in outcome.last_lines)
     restored = status.RunDir(place.root / "runs" / "0003-swtest1")
     assert restored.alive()
     assert contained.of(restored).running()
-    assert os.readlink(name / "current") == "releases/aaaaaaaaaaaa"
+    assert os.readlink(name / "current") == f"releases/{release}"
     assert not (name / "previous").is_symlink()
     assert switch.watch(HOST, str(restored.path), lambda step: None).word == "done"
     made = restored.run()

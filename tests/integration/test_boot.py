@@ -43,7 +43,7 @@ class Machine(Place):
         """What a deploy leaves before the switch."""
         fields.setdefault("environment", {"CHECKPOINT": str(self.checkpoint)})
         run = self.run_dir(command, **fields)
-        spec = self.spec(run)
+        spec = self.spec(run, release_id=self.whole_release())
         made = run.run()
         assert made
         status.write_json(run.path / boot.FILE, boot.template(made, spec, self.weights), mode=0o600)
@@ -66,6 +66,9 @@ class Machine(Place):
     def runs(self) -> list[str]:
         return [run.path.name for run in status.list_runs(self.root / "runs", "demo")]
 
+    def decision(self) -> boot.Decision:
+        return boot.decide(status.list_runs(self.root / "runs", "demo"))
+
     def last(self) -> status.RunDir:
         return status.list_runs(self.root / "runs", "demo")[-1]
 
@@ -80,6 +83,12 @@ def power_cut(run: status.RunDir) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     assert run.exit() is None
+
+
+def reboot(run: status.RunDir) -> None:
+    """What the switch of a run recorded was before the machine came up."""
+    record = json.loads((run.path / "switch.json").read_text())
+    status.write_json(run.path / "switch.json", {**record, "started": 1.0})
 
 
 def log(run: status.RunDir) -> str:
@@ -235,17 +244,19 @@ def test_a_boot_waits_for_a_deploy_that_is_switching_and_then_has_nothing_to_do(
 def test_a_switch_that_the_reboot_interrupted_goes_on_with_the_new_release(machine, tmp_path):
     held = machine.deploy(environment={"CHECKPOINT": str(machine.checkpoint), "GATE": str(tmp_path / "gate")})
     new, spec = machine.prepare("import time; print('the new one', flush=True); time.sleep(1000)")
-    machine.release("bbbbbbbbbbbb")
-    changed = {**spec, "release_id": "bbbbbbbbbbbb", "heartbeats": False}
+    release = machine.whole_release("second")
+    changed = {**spec, "release_id": release, "heartbeats": False}
     status.write_json(new.path / boot.FILE, boot.template(new.run(), changed, None))
     record = switch.start(HOST, {**changed, "old_run_path": str(held.path)})
     os.kill(json.loads(HOST.read(record))["job"]["pid"], signal.SIGKILL)
     power_cut(held)
+    assert "run 0001-demo was in progress when" in machine.decision().reason  # not yet: no machine went down
+    reboot(new)
     done = machine.boot()
     assert done.returncode == 0, done
     assert "was about to start when the machine went down" in done.stdout
     assert "the new one" in log(machine.last())
-    assert os.readlink(machine.root / "names" / "demo" / "current") == "releases/bbbbbbbbbbbb"
+    assert os.readlink(machine.root / "names" / "demo" / "current") == f"releases/{release}"
 
 
 def test_weights_that_are_gone_are_one_sentence_and_the_next_boot_finds_them_again(machine, tmp_path):
@@ -279,7 +290,9 @@ def test_weights_that_changed_on_the_disk_are_not_taken_for_those_of_the_run(mac
     assert not staged.exists()
 
 
-@pytest.mark.parametrize("part", ["release", "boot.json", "damaged boot.json", "secrets"])
+@pytest.mark.parametrize(
+    "part", ["release", "app/trainer/loss.py", "boot.json", "damaged boot.json", "secrets"]
+)
 def test_what_is_missing_is_named_and_nothing_is_left(machine, part):
     secrets = machine.root / "names" / "demo" / "secrets-0001-demo"
     secrets.parent.mkdir(parents=True)
@@ -289,6 +302,9 @@ def test_what_is_missing_is_named_and_nothing_is_left(machine, part):
     power_cut(run)
     if part == "release":
         shutil.rmtree(machine.root / "names" / "demo" / "releases")
+    elif part.startswith("app/"):
+        (release,) = (machine.root / "names" / "demo" / "releases").iterdir()
+        (release / part).write_text("loss = 0  # edited on the host")
     elif part == "secrets":
         secrets.unlink()
     elif part == "boot.json":

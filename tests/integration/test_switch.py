@@ -250,6 +250,20 @@ def test_two_switches_of_one_name_exclude_each_other_and_the_second_learns_whose
     assert switch.watch(HOST, record, lambda step: None).word == "done"
 
 
+def test_a_switch_that_is_sent_twice_is_accepted_twice_and_made_once(place, tmp_path):
+    """The connection was lost after the host had accepted it, and before that was known."""
+    gate = tmp_path / "gate"
+    old = running(place, environment={"GATE": str(gate)})
+    new = place.run_dir()
+    record = switch.start(HOST, place.spec(new, old))
+    assert switch.start(HOST, place.spec(new, old)) == record  # under way
+    gate.write_text("")
+    assert switch.watch(HOST, record, lambda step: None).word == "done"
+    before = HOST.read(record)
+    assert switch.start(HOST, place.spec(new, old)) == record  # done
+    assert (HOST.read(record), new.alive()) == (before, True)
+
+
 def test_a_run_that_is_still_loading_can_be_stopped(place):
     run = place.run_dir("import time\ntime.sleep(1000)")
     record = switch.start(HOST, place.spec(run))
@@ -353,6 +367,24 @@ def test_a_pid_that_belongs_to_another_process_by_now_gets_no_signal(place, tmp_
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_launch_is_told_by_its_lock_if_its_number_means_nothing_here(place):
+    """That of a run in a container that could not be noted, or whose disk took no more."""
+    old = running(place)
+    launch = old.launch()
+    real, launch.pid = launch.pid, 2_000_000_000
+    os.kill(real, signal.SIGSTOP)  # so that launch does not write its file again
+    old.write_launch(launch)
+    record = switch.start(HOST, place.spec(None, old))
+    until(lambda: any(s["name"] == "stop" for s in json.loads(HOST.read(record))["steps"]))
+    until(lambda: int(pending(real), 16) & 1 << signal.SIGTERM - 1)
+    os.kill(real, signal.SIGCONT)
+    assert switch.watch(HOST, record, lambda step: None).word == "done"
+
+
+def pending(pid: int) -> str:
+    return Path(f"/proc/{pid}/status").read_text().partition("ShdPnd:")[2].split()[0]
 
 
 HOSTILE = {

@@ -37,11 +37,12 @@ def outcomes(outcome: switch.Outcome) -> dict[str, str]:
 
 @pytest.fixture
 def old(place: Place) -> status.RunDir:
-    """A run of release aaaaaaaaaaaa in progress."""
-    run = place.run_dir(release={"id": "aaaaaaaaaaaa"})
-    place.start(run)
+    """A run of the first release in progress."""
+    release = place.whole_release()
+    run = place.run_dir(release={"id": release})
+    place.start(run, release)
     until(lambda: steps(run))
-    (place.root / "names" / "demo" / "current").symlink_to("releases/aaaaaaaaaaaa")
+    (place.root / "names" / "demo" / "current").symlink_to(f"releases/{release}")
     (place.root / "names" / "demo" / "previous").symlink_to("releases/999999999999")
     return run
 
@@ -49,8 +50,8 @@ def old(place: Place) -> status.RunDir:
 def before(place: Place, run: status.RunDir) -> dict:
     """What a deploy with --rollback-on-failure adds to the specification."""
     return {
-        "release_id": "aaaaaaaaaaaa",
-        "start": place.start_spec(run),
+        "release_id": run.run().release["id"],
+        "start": place.start_spec(run, run.run().release["id"]),
         "run": json.loads((run.path / "run.json").read_text()),
     }
 
@@ -98,11 +99,13 @@ def test_a_run_that_dies_before_its_first_step_gives_way_to_the_release_before(p
     assert outcome.word == "failed"
     assert outcomes(outcome)["rollback"] == "ok", outcome
     assert "exit code 3" in outcome.reason
-    assert "release aaaaaaaaaaaa runs again as 0003-demo" in outcome.reason
+    was = old.run()
+    release = was.release["id"]
+    assert f"release {release} runs again as 0003-demo" in outcome.reason
     restored = status.RunDir(place.root / "runs" / "0003-demo")
     assert restored.alive()
     assert record(new)["rollback"] == {
-        "release_id": "aaaaaaaaaaaa",
+        "release_id": release,
         "run_path": str(restored.path),
         "outcome": "done",
     }
@@ -110,7 +113,7 @@ def test_a_run_that_dies_before_its_first_step_gives_way_to_the_release_before(p
     assert (made.run_id, made.command, made.release) == ("0003-demo", was.command, was.release)
     assert made.created > was.created
     names = place.root / "names" / "demo"
-    assert os.readlink(names / "current") == "releases/aaaaaaaaaaaa"
+    assert os.readlink(names / "current") == f"releases/{release}"
     assert os.readlink(names / "previous") == "releases/999999999999"
     assert switch.watch(HOST, str(restored.path), lambda step: None).word == "done"
     until(lambda: steps(restored))
@@ -173,6 +176,16 @@ def test_a_rollback_to_a_release_that_is_gone_says_so(place, old):
     outcome = back(place, place.run_dir(DIES), old, rollback=gone)
     assert outcomes(outcome)["rollback"] == "failed"
     assert "release cccccccccccc was not started again: release cccccccccccc" in outcome.reason
+
+
+def test_a_release_that_was_edited_on_the_host_is_not_started_again(place, old):
+    release = old.run().release["id"]
+    edited = place.root / "names" / "demo" / "releases" / release / "app" / "trainer" / "loss.py"
+    edited.write_text("loss = 0")
+    outcome = back(place, place.run_dir(DIES), old)
+    assert outcomes(outcome)["rollback"] == "failed"
+    assert f"app/trainer/loss.py of release {release} was changed on the host" in outcome.reason
+    assert [run.path.name for run in status.list_runs(place.root / "runs")] == ["0001-demo", "0002-demo"]
 
 
 def test_a_release_that_dies_too_is_told_with_both_reasons(place, old):

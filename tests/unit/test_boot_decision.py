@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 
 import pytest
 
-from deploy import boot
+from deploy import boot, engine, procfs
 from trainer import status
 
 
@@ -44,7 +45,7 @@ def ended(reason: str, code: int = 0, **more) -> status.Exit:
 
 def switch(outcome: str, **steps: str) -> dict:
     found = [{"name": name.replace("_", "-"), "outcome": word} for name, word in steps.items()]
-    return {"outcome": outcome, "reason": "the engine said no", "steps": found}
+    return {"outcome": outcome, "reason": "the engine said no", "steps": found, "started": 1.0}
 
 
 def test_without_a_run_nothing_is_started(runs):
@@ -104,6 +105,32 @@ def test_a_run_that_could_not_be_started_is_tried_again(runs):
     found, reason = runs.decide()
     assert found == "0002-demo"
     assert "the engine said no" in reason
+
+
+@pytest.mark.parametrize("outcome", ["failed", "running"])
+def test_a_deploy_that_failed_since_the_machine_came_up_is_not_made_once_more(runs, outcome):
+    """The deploy itself starts the unit, to have it there, and whoever deployed has read what failed."""
+    runs.add(ended("stopped", 0, asked_by="ada@desk"))
+    record = switch(outcome, stop="ok", devices="failed")
+    run = runs.add(launched=False, switch={**record, "started": time.time()})
+    found, reason = runs.decide()
+    assert found is None
+    assert "run 0001-demo was stopped by ada@desk" in reason
+    status.write_json(run.path / "switch.json", {**record, "started": procfs.boot_time() - 60})
+    assert runs.decide()[0] == "0002-demo"
+
+
+def test_what_failed_before_its_engine_came_up_is_tried_again(runs, monkeypatch):
+    run = runs.add(launched=False, switch={**switch("failed", stop="ok"), "started": time.time() - 60})
+    start = {"argv": ["docker"], "environment": {"DOCKER_HOST": "unix:///x"}, "container": {"project": "p"}}
+    wanted = ("state_root", "name", "run_path", "release_id", "first_heartbeat_timeout_seconds")
+    spec = {**dict.fromkeys(wanted, "x"), "start": start}
+    found = status.Run(run_id=run.path.name, name="demo", command=["a"])
+    status.write_json(run.path / boot.FILE, boot.template(found, spec, None))
+    monkeypatch.setattr(engine.Engine, "started", lambda self: None)
+    assert runs.decide()[0] is None
+    monkeypatch.setattr(engine.Engine, "started", lambda self: time.time() - 30)
+    assert runs.decide()[0] == "0001-demo"
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,9 @@ def test_the_hosts_own_python_is_of_no_interest_to_a_container(tmp_path: Path) -
     assert contained(TOY, tmp_path, interpreter=Interpreter("/no", problem="does not exist")) == ([], [])
 
 
+TAKEN = {
+    "name": "drafthouse-demo-trainer-1", "project": "drafthouse-demo", "directory": "/home/ada/drafthouse", "here": False,
+}  # fmt: skip
 OTHERWISE = "or set runtime: process for box in fabric.yaml"
 REFUSED: list[tuple[str, str, dict, str]] = [
     ("no engine", TOY, {"engine": {"answers": False, "client": None}},
@@ -236,6 +239,12 @@ REFUSED: list[tuple[str, str, dict, str]] = [
      f"the Docker engine of box does not answer (the engine at /x does not answer within 2 s); start it there with systemctl start docker, {OTHERWISE}"),
     ("not permitted", TOY, {"engine": {"answers": False, "permitted": False, "error": "no engine at /x: Permission denied"}, "facts": {"user": "ada", "uid": 1000}},
      "ada may not use the Docker engine of box (no engine at /x: Permission denied); run sudo usermod -aG docker ada there, which gives ada root's rights, and log in anew"),
+    ("elsewhere", TOY, {"engine": {"address": "tcp://build:2375"}},
+     f"the Docker client of box asks the engine at tcp://build:2375, but a run can only be watched and stopped through a unix socket of the machine that it is deployed to; unset DOCKER_HOST there (or docker context use default), or deploy to the engine's own machine, {OTHERWISE}"),
+    ("user", f"{TOY}\nuser: 1234:5678", {"facts": {"user": "ada", "uid": 1000}},
+     "the run has user: 1234:5678, but on box ada (uid 1000) cannot give files to another user; remove user: from the run's file, or deploy as root"),
+    ("taken", TOY, {"facts": {"containers": [TAKEN]}},
+     "container drafthouse-demo-trainer-1 of the project drafthouse-demo runs on box, but was started from /home/ada/drafthouse and would be ended without a checkpoint; stop it there with docker compose -p drafthouse-demo stop, or take another --name"),
     ("too old", TOY, {"engine": {"version": "19.03.15"}},
      f"box has Docker Engine 19.03.15, but 20.10 or later is needed; upgrade it there, {OTHERWISE}"),
     ("no client", TOY, {"engine": {"client": None}},
@@ -270,6 +279,19 @@ def test_what_a_container_lacks_is_one_sentence_with_its_remedy(
     text: str, changes: dict, said: str, tmp_path: Path
 ) -> None:
     assert contained(text, tmp_path, **dict(changes)) == ([said], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (TOY, {"containers": [{**TAKEN, "here": True}, {**TAKEN, "project": "drafthouse-other"}]}),
+        (f"{TOY}\nuser: 1000:5", {"user": "ada", "uid": 1000}),
+        (f"{TOY}\nuser: root", {"user": "ada", "uid": 1000, "engine": {**ENGINE, "rootless": True}}),
+    ],
+)
+def test_ones_own_container_and_ones_own_user_are_no_obstacle(text: str, found: dict, tmp_path: Path) -> None:
+    changes = dict(found)
+    assert contained(text, tmp_path, engine=changes.pop("engine", {}), facts=changes) == ([], [])
 
 
 def test_an_image_that_is_there_needs_no_room_and_code_on_packages_little(tmp_path: Path) -> None:
