@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import boot, bootunit, evidence, lock, onhost, release, secrets, switch, weights
+from deploy import again, boot, bootunit, evidence, lock, onhost, release, secrets, switch, weights
 from deploy import image as images
 from deploy.errors import DeployError
 from deploy.host import Host, HostError
@@ -73,6 +73,7 @@ def run_of(
         # In a container this machine's directories do not exist.
         working_directory=settings.working_directory if plan.image else cwd,
         grace_seconds=settings.grace_seconds,
+        checkpoint_timeout_seconds=settings.checkpoint_timeout_seconds,
         restart_attempts=settings.restart.attempts,
         restart_minutes=settings.restart.minutes,
         segment_bytes=settings.log.segment_megabytes << 20,
@@ -94,7 +95,8 @@ def start(
             install(host, plan.install, report)
         facts = evidence.collect(host, layout.state, layout.shm, sample=0)
         _still(plan, facts)
-        back = _way_back(host, work)
+        _refuse_other_user(plan, facts)
+        back = _way_back(plan, host, facts, work)
         if plan.image_action in ("build", "ship") and isinstance(work.image, images.Image):
             held.check()
             images.make(host, layout.state, work.image, plan.image_action, report)
@@ -112,6 +114,7 @@ def start(
         except BaseException:  # Ctrl-C has killed it over there, wherever it was
             before = max((status.split_run_id(one["run_id"])[0] for one in facts["runs"]), default=0)
             with contextlib.suppress(DeployError):
+                held.check()  # without the lock it might be the run of somebody else
                 onhost.ask(host, "deploy.new_run:discard_begun", layout.state, plan.name, before)
             raise
         sent = False
@@ -147,8 +150,9 @@ def start(
             # Once the switch was sent, only its refusal says that it has not begun: else the directory is
             # the run's.
             if not sent or (isinstance(error, DeployError) and not isinstance(error, HostError)):
+                words = (layout.state, plan.name, run_path, run.secrets_file)
                 with contextlib.suppress(DeployError):
-                    onhost.ask(host, "deploy.new_run:discard", run_path, run.secrets_file)
+                    onhost.ask(host, "deploy.new_run:discard_refused", *words)
             raise
         if not back:  # it takes the secrets of the run before
             # Only now: had another switch been under way, the run that it starts would have needed its file.
@@ -194,20 +198,74 @@ def try_container(plan: Plan, host: Host, facts: Mapping[str, Any], run: status.
         raise DeployError(f"{host.name} cannot start a container of {plan.name}: {last}")
 
 
-def _way_back(host: Host, work: Work) -> dict[str, Any] | None:
-    """What the switch starts again if the new run dies before its first step. Raises DeployError."""
+def _refuse_other_user(plan: Plan, facts: Mapping[str, Any]) -> None:
+    """The places that a run writes to become the new run's user's before the switch, and stay so if it fails.
+
+    The run in progress could save no more. Raises DeployError.
+    """
+    for one in facts["runs"]:
+        if one["name"] == plan.name and one["alive"] and _locks_out(plan, facts, one["run"] or {}):
+            raise DeployError(
+                f"run {one['run_id']} on {plan.host} is in progress as user {one['run']['user']}, and as "
+                f"{plan.user} the new one could not share its checkpoints with it: fab stop --name "
+                f"{plan.name} first, then {plan.task}"
+            )
+
+
+def _locks_out(plan: Plan, facts: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
+    """Whether a run could save no more once its places were made ready for the plan's.
+
+    A plain process could: where places change hands at all, it is root's.
+    """
+    owner, user = _owner(plan.user, facts), run.get("user")
+    return owner is not None and user is not None and _numbers(user) != owner
+
+
+def _way_back(plan: Plan, host: Host, facts: Mapping[str, Any], work: Work) -> dict[str, Any] | None:
+    """What the switch starts again if the new run dies before its first step.
+
+    Raises DeployError if anything that it needs is not there.
+    """
     if work.rollback is None:
         return None
     data = host.read(f"{work.rollback}/{boot.FILE}")
     try:
         before = json.loads(data or b"")
         spec = before["spec"]
-        return {"release_id": spec["release_id"], "start": spec["start"], "run": before["run"]}
+        back = {"release_id": spec["release_id"], "start": spec["start"], "run": before["run"]}
+        run: status.Run = status.parse(status.Run, before["run"], Path(work.rollback) / boot.FILE)
     except (ValueError, KeyError, TypeError):
         raise DeployError(
             f"{host.name}: nothing in {work.rollback} says how its run was started, so it could not be "
             "restored; deploy without --rollback-on-failure"
         ) from None
+    lost = _lost(plan, host, facts, run, str(spec["release_id"]))
+    if lost:
+        raise DeployError(
+            f"{host.name}: run {run.run_id} could not be restored, since {lost}; deploy without "
+            "--rollback-on-failure"
+        )
+    return back
+
+
+def _lost(plan: Plan, host: Host, facts: Mapping[str, Any], run: status.Run, release_id: str) -> str | None:
+    """Why a run could not be started again as it was; None if all that it needs is there."""
+    there = facts["names"].get(plan.name) or {}
+    if release_id not in (there.get("releases") or []):
+        return f"its release {release_id} is gone"
+    if run.secrets_file and run.secrets_file not in (there.get("secrets") or []):
+        return f"its secrets in {run.secrets_file} are gone"
+    if _locks_out(plan, facts, dataclasses.asdict(run)):
+        return f"it was user {run.user}'s, and its checkpoints become user {plan.user}'s"
+    try:
+        staged = again.restage(facts, host.name, run)
+    except DeployError as error:
+        return str(error)
+    if staged:
+        return f"its weights {staged['path']} are not in shared memory any more"
+    if run.image and images.there(host, run.image) is None:
+        return f"its image {run.image} is not there any more"
+    return None
 
 
 def _boot_unit(plan: Plan, host: Host, work: Work, report: Report) -> None:
@@ -325,7 +383,10 @@ def _new_run(
 
 def _owner(user: str | None, facts: Mapping[str, Any]) -> list[int] | None:
     """The user and group that a run's files belong to; None if these are the deployer's own."""
-    if user is None:
+    if user is None or facts["uid"] != 0:  # only root can give something away
         return None
-    numbers = [int(part) for part in user.split(":")]
-    return None if numbers == [facts["uid"], facts.get("gid", facts["uid"])] else numbers
+    return None if _numbers(user) == [0, facts.get("gid", 0)] else _numbers(user)
+
+
+def _numbers(user: str) -> list[int]:
+    return [int(part) for part in user.split(":")]

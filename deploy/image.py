@@ -162,6 +162,14 @@ def build_here(image: Image, architecture: str, report: Report) -> str:
     return reference
 
 
+def there(host: Host, reference: str) -> str | None:
+    """The id of an image that the host's engine has; None if it has none of that name. Raises DeployError."""
+    found: str | None = onhost.ask(
+        host, "deploy.image_store:image_id", host.name, reference, timeout=SURVEY_TIMEOUT
+    )
+    return found
+
+
 def _survey(host: Host, state: str, reference: str) -> dict[str, Any]:
     found: dict[str, Any] = onhost.ask(
         host, "deploy.image_store:survey", _images(state), host.name, reference, timeout=SURVEY_TIMEOUT

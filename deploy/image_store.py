@@ -282,8 +282,10 @@ def wanted(images: str, where: str, blobs: Sequence[Sequence[Any]], unpacked: bo
     _fits(images, where, coming, "what is shipped")
     if unpacked:
         # The engine keeps a copy of what it is given until it has unpacked it.
+        engine = None
         with contextlib.suppress(DeployError):
             engine = _docker(where, "info", "--format", "{{.DockerRootDir}}").strip()
+        if engine:
             _fits(engine, where, 2 * sum(count for _, count in blobs), "what the engine unpacks")
     return {"missing": missing, "incoming": str(incoming)}
 

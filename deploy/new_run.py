@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from deploy import files
 from deploy.errors import DeployError
 from trainer import status
 
@@ -88,13 +90,41 @@ def discard(path: str, secrets_file: str | None = None) -> None:
 def discard_begun(state_root: str, name: str, after: int) -> None:
     """Remove what a `make` that was killed left behind; the caller holds the name's deploy lock.
 
-    That is: runs of `name` with a number beyond `after`, which no switch has been told of.
+    That is: runs of `name` with a number beyond `after` that no switch has accepted.
     """
     state = Path(state_root)
     for run in status.list_runs(state / "runs", name):
-        told = (run.path / "switch.json").exists() or (run.path / "launch.json").exists()
-        if status.split_run_id(run.path.name)[0] > after and not told:
-            discard(str(run.path), str(state / "names" / name / f"secrets-{run.path.name}"))
+        if status.split_run_id(run.path.name)[0] > after:
+            secrets_file = str(state / "names" / name / f"secrets-{run.path.name}")
+            discard_refused(state_root, name, str(run.path), secrets_file)
+
+
+def discard_refused(state_root: str, name: str, path: str, secrets_file: str | None = None) -> None:
+    """The same, unless a switch has accepted the run: what was refused may have been sent twice.
+
+    A lost connection hides that the first was accepted. A switch takes its lock, then leaves its record, then
+    gives the lock back, so looking in this order misses none.
+    """
+    taken = switching(Path(state_root) / "names" / name)
+    if os.path.basename(str(taken.get("run_path"))) == os.path.basename(path):
+        return
+    if not any(os.path.exists(f"{path}/{file}") for file in ("switch.json", "launch.json")):
+        discard(path, secrets_file)
+
+
+def switching(home: Path) -> dict[str, Any]:
+    """What the switch of a name that is under way says of itself; empty if there is none."""
+    try:
+        lock = os.open(home / "switch.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return {}
+    except OSError:
+        return files.words(lock)
+    finally:
+        os.close(lock)
 
 
 def write_secrets(path: str, content: str, owner: list[int] | None) -> None:
@@ -118,11 +148,21 @@ def write_secrets(path: str, content: str, owner: list[int] | None) -> None:
 
 
 def _directory(path: Path, home: Path, owner: list[int] | None) -> None:
-    """Have a directory that the run can write to. What is somebody else's stays as it is."""
+    """Have a directory that the run can write to. What is somebody else's stays as it is.
+
+    By descriptors: below it another user may put a link in a directory's place at any time.
+    """
     there = path.is_dir()
     path.mkdir(parents=True, exist_ok=True)
-    if owner and (not there or home in path.parents) and os.stat(path).st_uid != owner[0]:
-        for folder, folders, files in os.walk(path):
-            for entry in (*folders, *files):
-                os.chown(os.path.join(folder, entry), *owner, follow_symlinks=False)
-        os.chown(path, *owner)
+    if not owner or (there and home not in path.parents):
+        return
+    top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if os.fstat(top).st_uid != owner[0]:
+            for _, folders, names, folder in os.fwalk(".", dir_fd=top):
+                for entry in (*folders, *names):
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        os.chown(entry, *owner, dir_fd=folder, follow_symlinks=False)
+            os.fchown(top, *owner)
+    finally:
+        os.close(top)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import posixpath
@@ -25,16 +26,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from deploy import onhost
+from deploy import files, onhost
 from deploy.errors import DeployError
 from deploy.host import Host
-from deploy.sizes import size
+from deploy.sizes import age, size
 
 BLOCK = 1 << 20
 SIGN_OF_LIFE = 10.0  # seconds between two words on a transfer
 OLDEST_RSYNC = (3, 1)
+PAUSE = 0.2  # seconds between two looks at a lock that somebody else has
 LINK_TIMEOUT = 30  # seconds without a byte, after which rsync gives up
 RSYNC_SILENCE = 120.0  # seconds without a word of it, after which we do
+DOCKER_TIMEOUT = 60.0  # seconds for a question to the engine here
+RSYNC_TIMEOUT = 30.0  # seconds for rsync to say its version
+SAVE_SILENCE = 1800.0  # seconds; an engine may write all of an image to its disk before the first byte
+EXPORT_PATIENCE = 7200.0  # seconds for another deploy here to take its image out
 SILENCE = 180.0  # seconds; a load gives a sign of life every 5, but a disk may be busy
 PARTIAL = ".export-"  # before the name of a directory that is being filled
 LIST = "blobs.json"  # beside the layers of an image: which they are, in order; locked by who uses them
@@ -89,9 +95,14 @@ def check_rsync() -> None:
     """Raises DeployError if this machine's rsync cannot ship images."""
     remedy = "apt install rsync (or brew install rsync)"
     try:
-        done = subprocess.run(["rsync", "--version"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["rsync", "--version"], capture_output=True, text=True, timeout=RSYNC_TIMEOUT)
     except FileNotFoundError:
         raise DeployError(f"this machine has no rsync, which ships images: {remedy}") from None
+    except subprocess.TimeoutExpired:
+        raise DeployError(
+            f"this machine's rsync did not say its version within {RSYNC_TIMEOUT:g} s; see whether "
+            "rsync --version works here, and whether this machine's disk answers"
+        ) from None
     found = re.search(r"rsync\s+version\s+v?(\d+)\.(\d+)", done.stdout)
     if not found or (int(found[1]), int(found[2])) < OLDEST_RSYNC:
         what = f"{found[1]}.{found[2]}" if found else "of an unknown kind"
@@ -157,12 +168,27 @@ def _wait_for(lock: IO[str], report: Report) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         report("another deploy on this machine takes the image out of the engine: waiting for it")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        began = time.monotonic()
+        while not files.take(lock.fileno()):
+            if time.monotonic() - began > EXPORT_PATIENCE:
+                raise DeployError(
+                    "another deploy on this machine has been taking an image out of the engine for more than "
+                    f"{age(EXPORT_PATIENCE)} ({lock.name} is locked): end it, then try again"
+                ) from None
+            time.sleep(PAUSE)
 
 
 def _docker(*words: str) -> str:
-    argv = ["docker", *words]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    argv, limit = ["docker", *words], DOCKER_TIMEOUT
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit)
+    except FileNotFoundError:
+        raise DeployError("this machine has no docker client, which takes images out of its engine") from None
+    except subprocess.TimeoutExpired:
+        raise DeployError(
+            f"this machine's engine did not answer docker {words[0]} within {limit:g} s: "
+            "see whether docker ps works here"
+        ) from None
     if done.returncode:
         raise DeployError(f"docker {words[0]} failed on this machine: {done.stderr.strip()}")
     return done.stdout
@@ -176,10 +202,16 @@ def _save(reference: str, directory: Path, report: Report) -> Blobs:
     assert process.stdout
     assert process.stderr
     try:
-        found, manifest = _unpack(process.stdout, directory, report)
+        found, manifest = _unpack(_Watched(process.stdout), directory, report)
+        process.wait(SAVE_SILENCE)
         errors = process.stderr.read().decode(errors="replace").strip()
-        if process.wait() or not manifest:
+        if process.returncode or not manifest:
             raise DeployError(f"docker save failed on this machine: {errors or 'it gave no manifest'}")
+    except (TimeoutError, subprocess.TimeoutExpired):
+        raise DeployError(
+            f"docker save on this machine gave no sign of life for {age(SAVE_SILENCE)} and was ended: "
+            "look at its engine (docker ps, its disk), then try again"
+        ) from None
     except tarfile.TarError:
         errors = process.stderr.read().decode(errors="replace").strip()
         raise DeployError(
@@ -197,15 +229,28 @@ def _save(reference: str, directory: Path, report: Report) -> Blobs:
     return blobs
 
 
+class _Watched(io.RawIOBase):
+    """A pipe to be read by one who waits `SAVE_SILENCE` for the next bytes, then raises TimeoutError."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def read(self, count: int = BLOCK) -> bytes:
+        if not select.select([self._pipe], [], [], SAVE_SILENCE)[0]:
+            raise TimeoutError
+        return os.read(self._pipe.fileno(), count)
+
+
 def _unpack(
-    stream: IO[bytes], directory: Path, report: Report
+    stream: _Watched, directory: Path, report: Report
 ) -> tuple[dict[str, tuple[str, int]], list[dict[str, Any]]]:
     """(member's name -> (SHA-256, bytes), manifest.json) of an archive in the format of `docker save`."""
     found: dict[str, tuple[str, int]] = {}
     links: dict[str, str] = {}
     manifest: list[dict[str, Any]] = []
     told, count = time.monotonic(), 0
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
+    with tarfile.open(fileobj=stream, mode="r|", bufsize=BLOCK) as archive:
         for member in archive:
             name = _resolved(member.name)
             if member.issym():  # the same layer twice

@@ -60,11 +60,9 @@ def remove(state: str, name: str) -> str:
         if path.is_file() and ours(path, state, name):
             scope = [] if place == SYSTEM else ["--user"]
             with contextlib.suppress(Unable):
-                systemctl(*scope, "disable", path.name)
+                systemctl(*scope, "disable", "--no-reload", path.name)
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
-            with contextlib.suppress(Unable):
-                systemctl(*scope, "daemon-reload")
             done.append(str(path))
     with contextlib.suppress(Unable, FileNotFoundError), crontab_lock(state):
         before = crontab()
@@ -98,6 +96,10 @@ def user_place() -> str:
 
 
 def unit(place: Path, scope: list[str], state: str, name: str, text: str) -> str:
+    """Have the unit there, enabled and started; systemd reads its files again only if it must.
+
+    A reload takes the GPUs from containers whose devices the engine was not told one by one.
+    """
     path = place / f"drafthouse-{name}.service"
     if path.exists() or path.is_symlink():
         if not ours(path, state, name):
@@ -112,14 +114,24 @@ def unit(place: Path, scope: list[str], state: str, name: str, text: str) -> str
     try:
         if not same:
             write(path, text)
-            systemctl(*scope, "daemon-reload")
-        systemctl(*scope, "enable", path.name)
+            # A unit that it has not loaded it finds by itself.
+            if "yes" in systemctl(*scope, "show", "--property=NeedDaemonReload", path.name):
+                systemctl(*scope, "daemon-reload")
+        if not enabled(path, text):
+            systemctl(*scope, "enable", "--no-reload", path.name)
         # It finds the run in progress and does nothing, but only what is started is stopped at a shutdown.
         systemctl(*scope, "start", "--no-block", path.name)
     except Unable:
         path.unlink()
         raise
     return f"{path.name} starts the next run after a reboot ({'as it was' if same else 'written'})"
+
+
+def enabled(path: Path, text: str) -> bool:
+    """Whether each target that the unit names as wanting it has the link."""
+    wanting = [line.partition("=")[2].split() for line in text.splitlines() if line.startswith("WantedBy=")]
+    targets = [target for line in wanting for target in line]
+    return all(os.path.exists(path.parent / f"{target}.wants" / path.name) for target in targets)
 
 
 def ours(path: Path, state: str, name: str) -> bool:
@@ -143,12 +155,12 @@ def write(path: Path, text: str) -> None:
         raise
 
 
-def systemctl(*words: str) -> None:
-    call("systemctl", *words)
+def systemctl(*words: str) -> str:
+    return call("systemctl", *words)
 
 
-def call(*argv: str) -> None:
-    """Run a command of systemd's. Raises Unable with its last words."""
+def call(*argv: str) -> str:
+    """Run a command of systemd's, and return what it says. Raises Unable with its last words."""
     environment = dict(os.environ)
     place = f"/run/user/{os.getuid()}"
     if os.path.isdir(place):  # an SSH command does not always get it
@@ -166,6 +178,7 @@ def call(*argv: str) -> None:
             f"exit code {done.returncode}"
         ]
         raise Unable(f"{argv[0]} {' '.join(argv[1:])} failed: {words[-1]}")
+    return done.stdout.decode("utf-8", "replace")
 
 
 # -- cron --------------------------------------------------------------------------------------------------
@@ -236,8 +249,10 @@ def crontab() -> str:
 def write_crontab(text: str) -> None:
     program = shutil.which("crontab", path=os.environ.get("PATH", "") + machine.PROGRAM_PATHS)
     assert program
-    done = subprocess.run(
-        [program, "-"], input=text.encode("utf-8", "surrogateescape"), capture_output=True, timeout=TIMEOUT
-    )
+    content = text.encode("utf-8", "surrogateescape")
+    try:
+        done = subprocess.run([program, "-"], input=content, capture_output=True, timeout=TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unable(f"crontab did not take the line: {error}") from None
     if done.returncode:
         raise Unable(f"crontab refused the line: {done.stderr.decode('utf-8', 'replace').strip()}")

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -141,7 +142,7 @@ def look(source: str, shm: str, read: bool = True, progress: Progress = silent) 
     is new or changed; without `read` not even that: then it is called changed, since 50 GB take a minute.
     """
     given = typedpath.expand(source)
-    problems = check_model_dir(given)
+    problems = check_model_dir(given) or place_problems(Path(shm))
     if problems:
         return {"problems": problems}
     found: dict[str, Any] = {"source": str(given), "name": given.resolve().name, "root": shm, "digest": ""}
@@ -173,18 +174,51 @@ def known(place: str, name: str) -> list[dict[str, Any]]:
     return found
 
 
+def place_problems(place: Path, key: str = "shm: in fabric.yaml") -> list[str]:
+    """Why what lies in `place` is not to be relied on, a sentence; empty if it is. It need not be there yet.
+
+    /dev/shm is for everybody: whoever makes our directory there first could put other weights in.
+    """
+    try:
+        found = place.stat()
+    except OSError:
+        return []
+    remedy = f"remove {place}, or choose another place with {key}"
+    if found.st_uid not in (0, os.geteuid()):
+        return [f"{place} belongs to user {found.st_uid}, who can change the weights in it; {remedy}"]
+    sticky = found.st_mode & stat.S_ISVTX  # then only what is one's own can be replaced
+    if found.st_mode & stat.S_IWOTH and (os.geteuid() == 0 or not sticky):
+        return [f"every user can write to {place}, and so change the weights in it; {remedy}"]
+    return []
+
+
+def safe(*paths: Path) -> bool:
+    """Whether nobody but us and root can change these. Raises OSError for one that is not there."""
+    found = [path.stat() for path in paths]
+    return all(one.st_uid in (0, os.geteuid()) and not one.st_mode & stat.S_IWOTH for one in found)
+
+
 def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a copy; None without one, or if another user can have written it."""
     value = _json(path / MANIFEST)
-    return value if isinstance(value, dict) else None
+    with contextlib.suppress(OSError):
+        if isinstance(value, dict) and safe(path, path / MANIFEST):
+            return value
+    return None
 
 
 def whole(path: Path) -> dict[str, Any] | None:
-    """The manifest of a copy that has all of its files, each of the right length; None of any other."""
+    """The manifest of a copy that has all of its files, each of the right length; None of any other.
+
+    Neither of one that another user made or can change: lengths alone say nothing of what is in it.
+    """
     manifest = read_manifest(path)
     try:
         assert manifest
         for relative, (length, _) in manifest["stamp"].items():
-            if (path / relative).stat().st_size != length:
+            file = path / relative
+            folders = [path / folder for folder in Path(relative).parents]
+            if file.stat().st_size != length or not safe(file, *folders):
                 return None
         return manifest if str(manifest["digest"]) and str(manifest["source"]) else None
     except (AssertionError, OSError, KeyError, TypeError, ValueError, AttributeError):
@@ -283,7 +317,9 @@ def locked(place: Path, name: str, key: str, progress: Progress) -> Iterator[Non
     """Places are shared: runs of several names, and several clients, may have the same weights."""
     path = place / f".{name}.lock"
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(mode=0o755, parents=True, exist_ok=True)
+        for problem in place_problems(place, key):
+            raise DeployError(problem)
         lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise DeployError(f"{path} cannot be made ({error.strerror}); correct {key}") from None
@@ -373,9 +409,11 @@ def fill(
         with open(incoming / MANIFEST, "w", encoding="utf-8") as file:
             file.write(json.dumps(manifest, indent=1) + "\n")
             file.flush()
+            os.fchmod(file.fileno(), 0o444)
             if durable:
                 os.fsync(file.fileno())
-        incoming.chmod(0o755)
+        for folder, _, _ in os.walk(incoming):
+            os.chmod(folder, 0o755)
         if target.exists():  # there, but not whole: a file is missing or short
             os.rename(target, target.with_name(f".damaged-{target.name}-{os.getpid()}"))
         os.rename(incoming, target)

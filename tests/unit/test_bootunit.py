@@ -52,14 +52,30 @@ def test_declining_reaches_no_host(monkeypatch):
 
 @pytest.fixture
 def user(tmp_path, monkeypatch):
-    """A user with a systemd; what is asked of it is noted, and `loginctl` does what it would."""
+    """A user with a systemd; what is asked of it is noted, and done as far as it leaves files."""
     asked = []
+    units = tmp_path / "config" / "systemd" / "user"
+    loaded: dict[str, str] = {}
 
-    def call(*argv: str) -> None:
+    def call(*argv: str) -> str:
         asked.append(" ".join(argv))
+        name = argv[-1]
+        if "enable" in argv or "disable" in argv:
+            assert "--no-reload" in argv
+            link = units / "default.target.wants" / name
+            link.parent.mkdir(exist_ok=True)
+            link.unlink(missing_ok=True)
+            if "enable" in argv:
+                link.symlink_to(units / name)
+        if "start" in argv:
+            loaded.setdefault(name, (units / name).read_text())
+        if "show" in argv:
+            other = loaded.get(name, (units / name).read_text()) != (units / name).read_text()
+            return f"NeedDaemonReload={'yes' if other else 'no'}\n"
         if argv[0] == "loginctl" and not (tmp_path / "refuses").exists():
             (tmp_path / "linger").mkdir(exist_ok=True)
             (tmp_path / "linger" / argv[2]).touch()
+        return ""
 
     (tmp_path / "running").mkdir()
     (tmp_path / "state").mkdir()
@@ -84,12 +100,33 @@ def test_a_user_gets_a_unit_that_does_not_wait_for_a_login(tmp_path, user):
     assert (tmp_path / "config" / "systemd" / "user" / "drafthouse-demo.service").read_text() == text
     assert user[0].startswith("loginctl enable-linger ")
     assert user[1:] == [
-        "systemctl --user daemon-reload",
-        "systemctl --user enable drafthouse-demo.service",
+        "systemctl --user show --property=NeedDaemonReload drafthouse-demo.service",
+        "systemctl --user enable --no-reload drafthouse-demo.service",
         "systemctl --user start --no-block drafthouse-demo.service",
     ]
     assert unitfile.remove(state, "demo").endswith("drafthouse-demo.service")
     assert not (tmp_path / "config" / "systemd" / "user" / "drafthouse-demo.service").exists()
+
+
+def test_systemd_reads_its_units_again_only_for_one_that_it_has_loaded_with_another_text(tmp_path, user):
+    """A reload takes the GPUs from containers of others."""
+    text, state = unit(tmp_path), str(tmp_path / "state")
+    unitfile.install(state, "demo", text, "/tools/1234")
+    del user[:]
+    assert unitfile.install(state, "demo", text, "/tools/1234").endswith("(as it was)")
+    assert user == ["systemctl --user start --no-block drafthouse-demo.service"]
+    (tmp_path / "config" / "systemd" / "user" / "default.target.wants" / "drafthouse-demo.service").unlink()
+    unitfile.install(state, "demo", text, "/tools/1234")
+    assert user[1] == "systemctl --user enable --no-reload drafthouse-demo.service"
+    del user[:]
+    assert unitfile.install(state, "demo", text + "# 2\n", "/tools/1234").endswith("(written)")
+    assert user[:2] == [
+        "systemctl --user show --property=NeedDaemonReload drafthouse-demo.service",
+        "systemctl --user daemon-reload",
+    ]
+    del user[:]
+    unitfile.remove(state, "demo")
+    assert user == ["systemctl --user disable --no-reload drafthouse-demo.service"]
 
 
 def test_a_user_whom_systemd_refuses_and_who_has_no_cron_is_told_both(tmp_path, user):
