@@ -17,6 +17,8 @@ from deployed import HOST, TRAINER, Place, processes_of, steps, until
 from deploy import boot, bootunit, onhost, switch
 from trainer import status
 
+pytestmark = pytest.mark.slow
+
 # Goes on at the step that the file CHECKPOINT holds, and saves there every step.
 RESUMES = TRAINER.replace(
     "while not stop:",

@@ -25,7 +25,7 @@ from deploy import actions, execute, logs, ssh, switch, target, weights_store
 from trainer import status
 
 FAB = [str(Path(sys.executable).with_name("fab"))]
-pytestmark = [pytest.mark.root, pytest.mark.sshd]
+pytestmark = [pytest.mark.root, pytest.mark.sshd, pytest.mark.slow]
 
 COUNTING = """\
 command:

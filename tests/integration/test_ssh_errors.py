@@ -25,7 +25,7 @@ from deploy.host import HostError, connect
 from deploy.settings import HostSettings
 from deploy.ssh import Ssh
 
-pytestmark = [pytest.mark.root, pytest.mark.sshd]
+pytestmark = [pytest.mark.root, pytest.mark.sshd, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from deploy.host import HostError, Local, connect
 from deploy.settings import HostSettings
 from deploy.ssh import LostError, Ssh
 
-pytestmark = [pytest.mark.root, pytest.mark.sshd]
+pytestmark = [pytest.mark.root, pytest.mark.sshd, pytest.mark.slow]
 
 SHOW = (
     "import os, sys, json\n"

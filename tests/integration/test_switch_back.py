@@ -17,6 +17,8 @@ from deployed import CHECKOUT, HOST, TRAINER, Place, steps, until
 from deploy import procfs, switch
 from trainer import status
 
+pytestmark = pytest.mark.slow
+
 DIES = "import sys; print('CUDA error: no kernel image'); sys.exit(3)"
 NO_STEP = TRAINER.replace("beat.step += 1", "pass").replace("beat.last_step_time =", "later =")
 BEATS_THEN_DIES = TRAINER.replace("beat.step += 1", "run.write_heartbeat(beat); time.sleep(0.5); sys.exit(3)")

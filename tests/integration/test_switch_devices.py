@@ -18,6 +18,8 @@ from deployed import HOST, Place, steps, until
 
 from deploy import evidence, gpus, switch
 
+pytestmark = pytest.mark.slow
+
 HOLDS = (
     "import sys, time\nkept = open(sys.argv[1])\nprint('open', flush=True)\ntime.sleep(float(sys.argv[2]))"
 )
