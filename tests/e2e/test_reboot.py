@@ -74,6 +74,7 @@ class Box(Place):
         environment = {"CHECKPOINT": str(self.directory / "checkpoint"), "WEIGHTS": str(staged)}
         run = self.run_dir(RESUMES, environment=environment)
         spec = self.spec(run)
+        spec["release_id"] = self.seal()  # as a deploy leaves it
         weights = {"source": str(source), "path": str(staged), "digest": digest}
         made = run.run()
         assert made
