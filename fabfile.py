@@ -639,7 +639,7 @@ def prune(
 
     patience, count = waits(lock_wait), whole("--keep", keep)
     goal = target.one(host, ROOT, accept_new_host_key)
-    made = actions.plan_prune(goal, name, count)
+    made = actions.plan_prune(goal, name, count, patience, say)
     if not json:
         print(made, flush=True)
     if dry_run or context.config.run.dry or not made.items:

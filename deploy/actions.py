@@ -321,14 +321,29 @@ def pull(
     return fetching.fetch(goal.host, item, progress)
 
 
-def plan_prune(goal: Target, name: str | None, keep: int) -> Prune:
+def plan_prune(
+    goal: Target,
+    name: str | None,
+    keep: int,
+    lock_wait: Patience = lock.NONE,
+    progress: Progress = silent,
+) -> Prune:
     """What can be removed from a host. Raises DeployError for a name that it has never heard of."""
     facts = goal.facts()
     if name is not None and name not in facts["names"]:
         raise DeployError(
             f"there is no {name} on {goal.settings.name}{nearest(name, facts['names'])}", code=USAGE
         )
-    found = pruning.survey(goal.host, facts["state"]["root"], facts["shm"]["root"])
+    told = False
+    while True:
+        found = pruning.survey(goal.host, facts["state"]["root"], facts["shm"]["root"])
+        at_work = pruning.busy(found)
+        if not (at_work if name is None else at_work.get(name)) or not lock_wait.left:
+            break
+        if not told:
+            progress(f"{next(iter(at_work.values()))}; waiting up to {lock_wait.seconds:g} s")
+            told = True
+        time.sleep(0.5)
     return pruning.decide(goal.settings.name, found, facts.get("images") or (), keep=keep, name=name)
 
 

@@ -6,26 +6,38 @@ looked at once more, since minutes may have passed. Standard library only, Pytho
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
+import re
 import shutil
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import procfs
+from deploy import files, procfs
 from trainer import status
 
 MANIFEST = ".drafthouse.json"  # in every copy of weights or data that we made
 TRASH = ".pruned-"
 STORES = ("weights", "data")  # below the state: copies on disk
+KEPT_ASIDE = 30 * 86400.0  # seconds; a damaged release was moved aside so that nothing is lost
+LOCK_PATIENCE = 0.3  # seconds: a probe that looks at the lock holds it for a moment
+# Where copies are made, which may be all programs' shared memory: only what `weights_store` and we leave.
+_OURS = re.compile(r"\.(?:.+\.incoming\.[^.]+|damaged-.+@.+|pruned-.+-\d+)")
+_ASIDE = re.compile(r"\.damaged-.+-(\d+)")  # by `release.write`, with the time in seconds
 
 
 def survey(state: str, shm: str) -> dict[str, Any]:
     """All that could be removed, and what says whether it may be. Sizes in bytes, times in Unix seconds.
 
-    names {name: {current, previous, releases [item], checkpoints [item], latest}}, runs [item with run_id,
-    name, alive, release, image, reason, uses], copies [item], tools [item], boot (a name of tools), leftovers
-    [item]; an item is {path, id, bytes, modified}, and `uses` are the copies that run.json or boot.json name.
+    names {name: {current, previous, releases [item], checkpoints [item], latest, busy}}, runs [item with
+    run_id, name, alive, release, image, reason, uses], copies [item], tools [item], boot (a name of tools),
+    leftovers [item]; an item is {path, id, bytes, modified}, `uses` are the copies that run.json or boot.json
+    name, and `busy` says who deploys the name just now.
     """
     root, memory = Path(state), Path(shm)
     copies = [
@@ -57,6 +69,7 @@ def _name(path: Path) -> dict[str, Any]:
             if entry.is_dir() and not entry.is_symlink() and _is_run_id(entry.name)
         ],
         "latest": _first(path / "checkpoints" / "latest"),
+        "busy": _holder(path, "deploy") or _holder(path, "switch"),
     }
 
 
@@ -78,54 +91,158 @@ def _run(run: status.RunDir, copies: list[Path]) -> dict[str, Any]:
 
 def _leftovers(root: Path, memory: Path) -> list[Path]:
     """What an interrupted write, push or prune left: hidden directories where things appear by rename."""
-    places = [memory, root / "tools", *(root / name for name in STORES)]
-    for name in _entries(root / "names"):
-        places.append(name / "releases")
+    copies = [memory, *(root / name for name in STORES)]
+    own = [root / "tools", *(name / "releases" for name in _entries(root / "names"))]
     found = []
-    for place in places:
+    for place in (*copies, *own):
         try:
             entries = sorted(place.iterdir())
         except OSError:
             continue
         found += [
-            path for path in entries if path.name.startswith(".") and path.is_dir() and not path.is_symlink()
+            path
+            for path in entries
+            if _is_leftover(path.name, place in own) and path.is_dir() and not path.is_symlink()
         ]
     return found
+
+
+def _is_leftover(name: str, own: bool) -> bool:
+    """Whether a directory of this name is one; `own` says that only we write where it lies."""
+    aside = _ASIDE.fullmatch(name)
+    if own and aside:
+        return time.time() - int(aside[1]) > KEPT_ASIDE
+    return name.startswith(".") if own else _OURS.fullmatch(name) is not None
 
 
 # -- removing ----------------------------------------------------------------------------------------------
 
 
-def remove(state: str, shm: str, paths: list[str]) -> dict[str, Any]:
+def remove(state: str, shm: str, paths: list[str], name: str | None = None, by: str = "") -> dict[str, Any]:
     """Remove what `survey` listed. Returns {"removed": [path], "kept": [[path, why]]}.
 
-    A thing disappears at once, by a rename; its bytes are given back after that.
+    Of what belongs to one `name` the caller holds the deploy lock; without it nobody deploys any name while
+    things disappear, which they do by a rename. Their bytes are given back after that.
     """
     root, memory = Path(state), Path(shm)
-    removed: list[str] = []
+    trash: dict[str, Path] = {}
     kept: list[list[str]] = []
-    for text in paths:
-        path = Path(text)
-        why = _in_use(path, root, memory)
-        if why is None:
-            try:
-                _remove(path)
-                removed.append(text)
-                continue
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                why = f"cannot be removed ({error.strerror})"
-        kept.append([text, why])
+    with _quiet(root, name, by) as busy:
+        counting = _counting(root)
+        for text in paths:
+            path = Path(text)
+            why = f"stays: {busy}" if busy else _in_use(path, root, memory, counting)
+            if why is None:
+                try:
+                    trash[text] = _aside(path)
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    why = f"cannot be removed ({error.strerror})"
+            if why is not None:
+                kept.append([text, why])
+    removed = []
+    for text, path in trash.items():
+        try:
+            _remove(path)
+            removed.append(text)
+        except OSError as error:
+            kept.append([text, f"cannot be removed ({error.strerror})"])
     return {"removed": removed, "kept": kept}
 
 
-def _remove(path: Path) -> None:
+def at_work(state: str) -> dict[str, Any]:
+    """What keeps images: {"busy": who deploys just now, or null, "images": those that runs count on}."""
+    root = Path(state)
+    homes = _entries(root / "names")
+    busy = [_holder(home, lock) for home in homes for lock in ("deploy", "switch")]
+    return {
+        "busy": next((words for words in busy if words), None),
+        "images": [one.image for one in _counting(root) if one.image],
+    }
+
+
+@contextlib.contextmanager
+def _quiet(root: Path, name: str | None, by: str) -> Iterator[str | None]:
+    """Let no deploy begin meanwhile. What it yields says who is at work already; then nothing may go."""
+    busy = None
+    with contextlib.ExitStack() as held:
+        for home in _entries(root / "names") if name is None else [root / "names" / name]:
+            if name is None and busy is None and home.is_dir():
+                busy = _hold(home, held, by)
+            busy = busy or _holder(home, "switch")
+        yield busy
+
+
+def _hold(home: Path, held: contextlib.ExitStack, by: str) -> str | None:
+    lock = os.open(home / "deploy.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    held.callback(os.close, lock)
+    end = time.monotonic() + LOCK_PATIENCE
+    while not files.take(lock):
+        if time.monotonic() > end:
+            return _words(home, "deploy", lock)
+        time.sleep(0.02)
+    held.callback(os.ftruncate, lock, 0)
+    with contextlib.suppress(OSError):  # a full disk does not take the words; the lock itself needs none
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps({"by": by, "what": "prune", "since": time.time()}).encode(), 0)
+    return None
+
+
+def _holder(home: Path, kind: str) -> str | None:
+    """Who holds the deploy or the switch lock of a name, in a sentence; None if it is free."""
+    try:
+        lock = os.open(home / f"{kind}.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError:
+        return _words(home, kind, lock)
+    finally:
+        os.close(lock)
+
+
+def _words(home: Path, kind: str, lock: int) -> str:
+    words = files.words(lock)
+    by = f" by {words['by']}" if words.get("by") else ""
+    return f"a {words.get('what') or kind} of {home.name}{by} is under way"
+
+
+@dataclass(frozen=True)
+class _Counting:
+    """A run in progress, or the newest of its name, which a switch may be about to start."""
+
+    run_id: str
+    name: str
+    release: str | None
+    image: str | None
+    text: str  # of run.json and boot.json
+
+
+def _counting(root: Path) -> list[_Counting]:
+    runs = status.list_runs(root / "runs")
+    newest = {status.split_run_id(run.path.name)[1]: run.path for run in runs}
+    found = []
+    for run in runs:
+        name = status.split_run_id(run.path.name)[1]
+        if newest[name] == run.path or run.alive():
+            known = _run(run, [])
+            text = _text(run.path / "run.json") + _text(run.path / "boot.json")
+            found.append(_Counting(run.path.name, name, known["release"], known["image"], text))
+    return found
+
+
+def _aside(path: Path) -> Path:
     if path.name.startswith(TRASH):
-        trash = path
-    else:
-        trash = path.with_name(f"{TRASH}{path.name}-{os.getpid()}")
-        os.rename(path, trash)
+        return path
+    trash = path.with_name(f"{TRASH}{path.name}-{os.getpid()}")
+    os.rename(path, trash)
+    return trash
+
+
+def _remove(trash: Path) -> None:
     for folder, folders, _ in os.walk(trash):  # releases are read-only
         for name in folders:
             inner = os.path.join(folder, name)
@@ -134,7 +251,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(trash)
 
 
-def _in_use(path: Path, root: Path, memory: Path) -> str | None:
+def _in_use(path: Path, root: Path, memory: Path, counting: Sequence[_Counting]) -> str | None:
     """Why a path may not be removed; None if it may. Only what can be ours is ever touched."""
     below = [place for place in (root, memory) if place in path.parents]
     if not below or ".." in path.parts or path.is_symlink():
@@ -146,7 +263,10 @@ def _in_use(path: Path, root: Path, memory: Path) -> str | None:
         home = root / "names" / way[1]
         if path.name in (_link(home / "current"), _link(home / "previous")):
             return "is current or previous"
-        return None
+        if path.name.startswith("."):
+            return None if _is_leftover(path.name, True) else "was moved aside less than 30 days ago"
+        using = [one.run_id for one in counting if (one.name, one.release) == (way[1], path.name)]
+        return f"is what {using[-1]} starts from" if using else None
     if len(way) == 4 and way[0] == "names" and way[2] == "checkpoints":
         if _first(root / "names" / way[1] / "checkpoints" / "latest") == path.name:
             return "has the newest checkpoint"
@@ -156,8 +276,11 @@ def _in_use(path: Path, root: Path, memory: Path) -> str | None:
             return "is what starts runs after a reboot"
         return "is used by a process" if _on_a_command_line(str(path)) else None
     copy = (below[0] == memory and len(way) == 1) or (len(way) == 2 and way[0] in STORES)
-    if copy and (path.name.startswith(".") or (path / MANIFEST).is_file()):
-        return "is mapped by a process" if _mapped(str(path)) else None
+    if copy and (_is_leftover(path.name, False) or (path / MANIFEST).is_file()):
+        if _mapped(str(path)):
+            return "is mapped by a process"
+        using = [one.run_id for one in counting if str(path) in one.text]
+        return f"is what {using[-1]} starts from" if using else None
     return "is no place of Drafthouse's"
 
 

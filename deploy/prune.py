@@ -1,18 +1,21 @@
 """`fab prune`: what a host no longer needs. `decide` is pure; `carry_out` does what it says and nothing else.
 
-Never removed: a run in progress, its release, weights and image; the current release of a name and the one
-before it, with the newest run of each, so that start and rollback work; the newest checkpoint, and the
-checkpoints of a run that finished, which are what the training was for.
+Never removed: a run in progress, its release, weights and image, and those of the newest run of each name,
+which a switch may be about to start; the current release of a name and the one before it, with the newest run
+of each, so that start and rollback work; the newest checkpoint, and the checkpoints of a run that finished,
+which are what the training was for. While a name is being deployed, nothing of it goes, and nothing shared.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from deploy import lock, onhost
-from deploy.host import Host
+from deploy.errors import DeployError
+from deploy.host import Host, HostError
 from deploy.lock import Patience
 from deploy.sizes import size
 
@@ -44,6 +47,7 @@ class Prune:
     host: str
     keep: int
     items: tuple[Item, ...]
+    skipped: tuple[str, ...] = ()  # sentences: what was not looked at, since somebody is at work on it
 
     @property
     def bytes(self) -> int:
@@ -53,14 +57,16 @@ class Prune:
         return asdict(self)
 
     def __str__(self) -> str:
+        notes = [f"  note: {sentence}" for sentence in self.skipped]
         if not self.items:
-            return f"nothing to prune on {self.host}"
+            return "\n".join([f"nothing to prune on {self.host}", *notes])
         rows = [(item.kind, item.what, size(item.bytes)) for item in self.items]
         kinds, whats = (max(len(row[column]) for row in rows) for column in (0, 1))
         return "\n".join(
             [
                 f"prune {self.host}: {len(rows)} thing{'s' * (len(rows) != 1)}, {size(self.bytes)}",
                 *(f"  {kind:<{kinds}}  {what:<{whats}}  {bytes}" for kind, what, bytes in rows),
+                *notes,
             ]
         )
 
@@ -81,16 +87,20 @@ def decide(
     runs = found["runs"]
     kept_runs = _kept_runs(found, keep)
     items: list[Item] = []
+    at_work = busy(found)
+    skipped = [f"{words}, so nothing of it goes" for owner, words in at_work.items() if name in (None, owner)]
     for owner, home in sorted(found["names"].items()):
-        if name in (None, owner):
+        if name in (None, owner) and owner not in at_work:
             items += _releases(owner, home, runs, keep)
             items += _checkpoints(owner, home, runs, kept_runs)
     items += [
         Item("run", run["run_id"], run["path"], run["bytes"], run["name"])
         for run in runs
-        if run["run_id"] not in kept_runs and name in (None, run["name"])
+        if run["run_id"] not in kept_runs and name in (None, run["name"]) and run["name"] not in at_work
     ]
-    if name is None:
+    if name is None and at_work:
+        skipped.append("weights, data, images and scripts stay until then, since it may be about to use them")
+    elif name is None:
         items += _copies(found, kept_runs)
         items += [
             Item("tool", item["id"], item["path"], item["bytes"])
@@ -103,7 +113,12 @@ def decide(
             if _settled(item, found)
         ]
         items += _images(images, [run for run in runs if run["run_id"] in kept_runs])
-    return Prune(host, keep, tuple(items))
+    return Prune(host, keep, tuple(items), tuple(skipped))
+
+
+def busy(found: Mapping[str, Any]) -> dict[str, str]:
+    """The names that are being deployed just now, and by whom."""
+    return {name: home["busy"] for name, home in sorted(found["names"].items()) if home.get("busy")}
 
 
 def _newest(runs: Iterable[Mapping[str, Any]], release_id: str | None) -> str | None:
@@ -129,7 +144,8 @@ def _kept_runs(found: Mapping[str, Any], keep: int) -> set[str]:
 
 def _releases(name: str, home: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], keep: int) -> list[Item]:
     must = {home["current"], home["previous"]}
-    must |= {run["release"] for run in runs if run["name"] == name and run["alive"]}
+    own = [run for run in runs if run["name"] == name]
+    must |= {run["release"] for run in own if run["alive"]} | {run["release"] for run in own[-1:]}
     # By their newest run: the same release may be started again long after it was written.
     last = {run["release"]: number for number, run in enumerate(runs) if run["name"] == name}
     others = sorted(
@@ -157,12 +173,12 @@ def _checkpoints(
 
 
 def _copies(found: Mapping[str, Any], kept_runs: set[str]) -> list[Item]:
-    """Weights and data that we copied: in memory for what runs or is current, on disk for any run kept."""
+    """Copies that we made: in memory for what runs, is current or newest, on disk for any run kept."""
     current: set[str] = set()
     for name, home in found["names"].items():
         own = [run for run in found["runs"] if run["name"] == name]
         newest = _newest(own, home["current"])
-        current |= {run["run_id"] for run in own if run["alive"] or run["run_id"] == newest}
+        current |= {run["run_id"] for run in own if run["alive"] or run["run_id"] == newest or run is own[-1]}
     items = []
     for copy in found["copies"]:
         place = copy["path"].rsplit("/", 2)[-2]
@@ -212,7 +228,8 @@ def carry_out(
 ) -> tuple[int, list[str]]:
     """Remove what was decided: (bytes that were given back, a sentence for each thing that stayed).
 
-    What belongs to a name is removed while its deploy lock is held, so that no deploy counts on it meanwhile.
+    What belongs to a name is removed while its deploy lock is held, what is shared while all names' are, so
+    that no deploy counts on it meanwhile. A name whose lock is not to be had is passed over.
     """
     freed, stayed = 0, []
     groups: dict[str, list[Item]] = {}
@@ -222,16 +239,22 @@ def carry_out(
         paths = [item.path for item in items if item.kind != "image"]
         if not paths:
             continue
-        if name:
-            with lock.hold(host, state, name, "prune", lock_wait.left, waiting=report):
-                done = _remove(host, state, shm, paths)
-        else:
-            done = _remove(host, state, shm, paths)
+        try:
+            done = _remove_of(name, host, state, shm, paths, report, lock_wait)
+        except HostError:
+            raise
+        except DeployError as error:
+            stayed.append(str(error))
+            continue
         gone = set(done["removed"])
         freed += sum(item.bytes for item in items if item.path in gone)
         stayed += [f"{path} {why}" for path, why in done["kept"]]
     for item in made.items:
         if item.kind == "image":
+            now = onhost.ask(host, "deploy.leftovers:at_work", state)
+            if now["busy"] or item.path in now["images"]:
+                stayed.append(f"image {item.path} stays: {now['busy'] or 'a run counts on it'}")
+                continue
             result = host.run(["docker", "image", "rm", item.path], timeout=_REMOVE_TIMEOUT, check=False)
             if result.code:
                 words = result.err.decode(errors="replace").strip().splitlines() or ["no reason was given"]
@@ -241,8 +264,15 @@ def carry_out(
     return freed, stayed
 
 
-def _remove(host: Host, state: str, shm: str, paths: Sequence[str]) -> dict[str, Any]:
-    value: dict[str, Any] = onhost.ask(
-        host, "deploy.leftovers:remove", state, shm, list(paths), timeout=_REMOVE_TIMEOUT
-    )
+def _remove_of(
+    name: str, host: Host, state: str, shm: str, paths: Sequence[str], report: Report, lock_wait: Patience
+) -> dict[str, Any]:
+    """What belongs to a name, or, with an empty one, what is shared."""
+    with contextlib.ExitStack() as held:
+        if name:
+            held.enter_context(lock.hold(host, state, name, "prune", lock_wait.left, waiting=report))
+        whose = (name or None, lock.who())
+        value: dict[str, Any] = onhost.ask(
+            host, "deploy.leftovers:remove", state, shm, list(paths), *whose, timeout=_REMOVE_TIMEOUT
+        )
     return value

@@ -4,15 +4,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deploy import leftovers, prune
+from deploy.host import Local
 from trainer import status
 
 NOW = 1_800_000_000.0
@@ -114,6 +120,34 @@ def test_images_of_runs_that_stay_stay_with_their_packages_and_other_peoples_are
     assert what(prune.decide("box", found(runs), images), "image") == ["drafthouse:bbbbbbbbbbbb"]
 
 
+def test_what_a_switch_is_about_to_start_stays() -> None:
+    """The newest run is neither current nor alive while the old one saves its last checkpoint."""
+    memory = "/dev/shm/drafthouse/m@aaaaaaaaaaaa"
+    runs = [*(run(number, f"r{number}") for number in range(1, 5)), run(5, "r1", uses=[memory])]
+    seen = found(runs, copies=[item(memory)])
+    seen["names"]["demo"] |= {"current": "r4", "previous": "r3"}
+    made = prune.decide("box", seen, keep=1)
+    assert (what(made, "release"), what(made, "weights")) == (["demo r2"], [])
+
+
+def test_while_a_name_is_being_deployed_nothing_of_it_goes_and_nothing_shared() -> None:
+    runs = [
+        *(run(number, "a") for number in range(1, 4)),
+        *(run(number, "b", name="exp") for number in range(4, 8)),
+    ]
+    seen = found(runs, tools=[item(f"{STATE}/tools/aaaa")], leftovers=[item(f"{STATE}/tools/.x.y")])
+    seen["names"]["demo"]["busy"] = "a deploy of demo by ada@desk is under way"
+    images = [{"id": "1", "tags": ["drafthouse:aaaaaaaaaaaa"], "bytes": 1, "labels": {}}]
+    made = prune.decide("box", seen, images, keep=3)
+    assert [one.what for one in made.items] == ["0004-exp"]
+    assert made.skipped == (
+        "a deploy of demo by ada@desk is under way, so nothing of it goes",
+        "weights, data, images and scripts stay until then, since it may be about to use them",
+    )
+    assert f"  note: {made.skipped[0]}" in str(made)
+    assert prune.decide("box", seen, name="exp", keep=3).skipped == ()
+
+
 def test_it_prints_what_goes_and_how_much_that_is() -> None:
     assert str(prune.decide("box", found([]))) == "nothing to prune on box"
     shown = str(prune.decide("box", found([run(1, "a"), run(2, "b"), run(3, "c")]), keep=1)).splitlines()
@@ -157,6 +191,21 @@ def state(tmp_path: Path) -> Path:
     return root
 
 
+def newest(state: Path, release: str, *words: str) -> None:
+    """One more run of demo, not begun yet."""
+    made = status.allocate_run(state / "runs", "demo")
+    made.write_run(status.Run(made.path.name, "demo", ["x", *words], release={"id": release}))
+
+
+@contextlib.contextmanager
+def held(state: Path, lock: str, **words: str) -> Iterator[None]:
+    path = state / "names" / "demo" / lock
+    path.write_text(json.dumps(words))
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def remove(state: Path, *paths: str) -> tuple[list[str], list[str]]:
     top = state.parent
     done = leftovers.remove(str(state), str(top / "shm"), [str(top / path) for path in paths])
@@ -178,6 +227,7 @@ def test_the_survey_lists_what_is_ours_and_what_uses_it(state: Path) -> None:
 def test_what_was_decided_is_removed_whole(state: Path) -> None:
     paths = ["state/names/demo/releases/cccc", "state/runs/0001-demo", "state/names/demo/checkpoints/0001-demo",
              "shm/m@aaaaaaaaaaaa", "state/weights/m@bbbbbbbbbbbb", "state/tools/dddd", "shm/.m.incoming.1"]  # fmt: skip
+    newest(state, "bbbb")
     assert remove(state, *paths) == (paths, [])
     for path in paths:
         assert not (state.parent / path).exists()
@@ -208,6 +258,76 @@ def test_what_came_into_use_meanwhile_is_kept_and_named(state: Path) -> None:
         )  # fmt: skip
     os.close(file)
     child.communicate(b"\n", timeout=30)
+
+
+def test_what_the_newest_run_was_made_for_is_kept_though_it_has_not_begun(state: Path) -> None:
+    """The switch waits for the old run's checkpoint, and prune was decided before."""
+    newest(state, "cccc", str(state / "weights" / "m@bbbbbbbbbbbb"))
+    paths = ["state/names/demo/releases/cccc", "state/weights/m@bbbbbbbbbbbb"]
+    assert remove(state, *paths) == ([], ["is what 0003-demo starts from"] * 2)
+    newest(state, "bbbb")
+    assert remove(state, *paths) == (paths, [])
+
+
+@pytest.mark.parametrize("lock", ["deploy.lock", "switch.lock"])
+def test_nothing_goes_while_a_name_is_being_deployed(lock: str, state: Path) -> None:
+    paths = ["state/names/demo/releases/cccc", "shm/m@aaaaaaaaaaaa", "state/tools/dddd", "shm/.m.incoming.1"]
+    newest(state, "bbbb")
+    with held(state, lock, by="ada@desk"):
+        why = f"stays: a {lock.partition('.')[0]} of demo by ada@desk is under way"
+        assert leftovers.survey(str(state), "/nowhere")["names"]["demo"]["busy"] == why[7:]
+        assert leftovers.at_work(str(state))["busy"] == why[7:]
+        assert remove(state, *paths) == ([], [why] * 4)
+    assert remove(state, *paths) == (paths, [])
+    assert (state / "names" / "demo" / "deploy.lock").read_text() == "", "its words are gone with the lock"
+
+
+def test_no_deploy_begins_while_what_is_shared_disappears(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(leftovers, "_aside", lambda path: seen.append(leftovers.at_work(str(state))["busy"]))
+    monkeypatch.setattr(leftovers, "_remove", lambda path: seen.append(leftovers.at_work(str(state))["busy"]))
+    leftovers.remove(str(state), str(state.parent / "shm"), [str(state / "tools" / "dddd")], None, "me@desk")
+    assert seen == ["a prune of demo by me@desk is under way", None], "their bytes take no lock"
+
+
+FOREIGN = [".org.chromium.Chromium.abc", ".cache", ".damaged-x", ".X11-unix", ".pruned-x"]
+OURS = [".m.incoming.k3j2h1", ".damaged-m@aaaaaaaaaaaa-12", ".pruned-m@aaaaaaaaaaaa-12"]
+
+
+def test_of_hidden_directories_in_shared_memory_only_those_of_our_names_are_ours(state: Path) -> None:
+    for name in (*FOREIGN, *OURS):
+        (state.parent / "shm" / name).mkdir()
+    found = leftovers.survey(str(state), str(state.parent / "shm"))["leftovers"]
+    assert {one["id"] for one in found} == {*OURS, ".m.incoming.1"}
+    assert remove(state, *(f"shm/{name}" for name in FOREIGN)) == (
+        [], ["is no place of Drafthouse's"] * len(FOREIGN))  # fmt: skip
+    assert remove(state, *(f"shm/{name}" for name in OURS)) == ([f"shm/{name}" for name in OURS], [])
+
+
+def test_a_damaged_release_that_was_moved_aside_stays_for_30_days(state: Path) -> None:
+    now = int(time.time())
+    young, old = (f".damaged-aaaa-{now - days * 86400}" for days in (29, 31))
+    for name in (young, old, ".bbbb.k3j2h1"):
+        (state / "names" / "demo" / "releases" / name).mkdir()
+    found = leftovers.survey(str(state), "/nowhere")["leftovers"]
+    assert [one["id"] for one in found] == [".bbbb.k3j2h1", old]
+    assert remove(state, f"state/names/demo/releases/{young}") == (
+        [],
+        ["was moved aside less than 30 days ago"],
+    )
+    assert remove(state, f"state/names/demo/releases/{old}")[1] == []
+
+
+def test_a_name_whose_lock_is_not_to_be_had_is_passed_over_and_named(state: Path) -> None:
+    name = prune.Item("release", "demo cccc", str(state / "names/demo/releases/cccc"), 1, "demo")
+    made = prune.Prune("localhost", 5, (name,))
+    with held(state, "deploy.lock", by="ada@desk"):
+        freed, stayed = prune.carry_out(made, Local(), str(state), "/nowhere", print)
+    assert freed == 0
+    assert stayed[0].startswith("demo on localhost is locked by ada@desk")
+    assert prune.carry_out(made, Local(), str(state), "/nowhere", print) == (1, [])
 
 
 @pytest.mark.parametrize(
