@@ -434,6 +434,10 @@ def carry_out(
     end = execute.ended(goal.host, path)
     say(f"{Path(path).name} {'has ' + end['reason'] + ' already' if end else 'is running'}")
     if end and end["code"] and not json:
+        if no_follow:  # who follows sees them in the log
+            for line in end.get("last_lines") or ():
+                say(f"  │ {line}")
+        say(f"exit code {end['code']}" + (f": {end['message']}" if end.get("message") else ""))
         way_back(made)
     if end and (no_follow or json):
         return int(end["code"])

@@ -143,7 +143,11 @@ def plan_again(
     layout = survey.layout_of(goal.settings, facts, name)
     found = release.deployed(goal.host, layout, wanted)
     if found is None:
-        raise DeployError(f"release {wanted} of {name} is damaged or gone; fab deploy writes it anew")
+        alive = any(run["name"] == name and run["alive"] for run in facts["runs"])
+        raise DeployError(
+            f"release {wanted} of {name} is damaged or gone; fab {'restart' if alive else 'deploy'} makes "
+            "one of your files as they are now"
+        )
     if wanted not in facts["names"][name]["changed"]:  # the probe looks at the releases that count only
         path = layout.release(wanted)
         facts["names"][name]["changed"][wanted] = onhost.ask(goal.host, "deploy.release_store:damage", path)

@@ -195,6 +195,11 @@ def try_container(plan: Plan, host: Host, facts: Mapping[str, Any], run: status.
         last = lines[-1].strip()
         if last.startswith("error: "):
             raise DeployError(f"a container of {plan.name} on {host.name}: {last.removeprefix('error: ')}")
+        if "No such image" in last:
+            raise DeployError(
+                f"there is no image {run.image} on {host.name}; docker pull it there, or correct image: in "
+                "the run's file"
+            )
         raise DeployError(f"{host.name} cannot start a container of {plan.name}: {last}")
 
 

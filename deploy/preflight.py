@@ -38,7 +38,7 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
         mounts = compose.mounts(run, survey.layout, weights, survey.data)
         own = container.checks(facts, host, run, found, survey.image, mounts)
     else:
-        own = _python(survey, host, run)
+        own = [*_python(survey, host, run), *_no_container(survey, host, run)]
     return [
         *_tools(facts, host),
         *own,
@@ -55,6 +55,22 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
         *_directories(survey, run),
         *_busy(facts, run.name),
         *_clocks(facts, host),
+    ]
+
+
+def _no_container(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
+    """A run's file that names an image means a container: its command is not for the bare host."""
+    if run.image.use is None or host.runtime != "auto" or survey.live is not None:
+        return []
+    _, why = runtimes.choose(host, survey.facts)
+    return [
+        Check(
+            "image",
+            False,
+            f"the run's file names the image {run.image.use}, but {host.name} would start a plain process: "
+            f"{why}",
+            "put that right, or say so with runtime: process in fabric.yaml",
+        )
     ]
 
 

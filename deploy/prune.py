@@ -9,6 +9,7 @@ which are what the training was for. While a name is being deployed, nothing of 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +24,7 @@ KEEP = 5
 SETTLED = 3600.0  # seconds since the last write, after which what is half-written is a leftover
 _SURVEY_TIMEOUT = 120.0  # seconds; a state on a slow disk may have many files
 _REMOVE_TIMEOUT = 600.0
-_IMAGE = "drafthouse:"
+_DEPLOYED = re.compile(r"drafthouse:(?:[0-9a-f]{12}|packages-[0-9a-f]+)")
 _PACKAGES = "drafthouse:packages-"
 
 Report = Callable[[str], None]
@@ -193,9 +194,12 @@ def _copies(found: Mapping[str, Any], kept_runs: set[str]) -> list[Item]:
 
 
 def _images(images: Iterable[Mapping[str, Any]], kept: Sequence[Mapping[str, Any]]) -> list[Item]:
-    """Images of ours that no run that stays was started from. Their packages stay while an image has them."""
+    """Images of ours that no run that stays was started from. Their packages stay while an image has them.
+
+    Ours are those that a deploy has named by their content: what somebody built by hand has another tag.
+    """
     wanted = {run["image"] for run in kept if run["image"]}
-    own = [(tag, image) for image in images for tag in image.get("tags") or () if tag.startswith(_IMAGE)]
+    own = [(tag, image) for image in images for tag in image.get("tags") or () if _DEPLOYED.fullmatch(tag)]
     stay = [image for tag, image in own if tag in wanted]
     labels = [image.get("labels") for image in stay]
     packages = {(label or {}).get("drafthouse.packages") for label in labels}

@@ -33,6 +33,7 @@ from deploy.runtimes import compose
 from deploy.settings import TOY, RunSettings
 
 ID_LENGTH = 12
+SHOWN = 80  # characters of a value in a line about a difference
 MANIFEST = "release.json"
 IMAGE = "image.json"
 
@@ -293,7 +294,7 @@ def differences(old: Mapping[str, bytes] | None, old_digests: Mapping[str, str],
         if was != now:
             hidden = mask.secret_name(key)
             found.append(
-                f"{key}: {_say(was, hidden)} → {_say(now, hidden)}"
+                f"{key}: {' → '.join(_short(_say(was, hidden), _say(now, hidden)))}"
                 + (mask.OTHER if hidden and _ABSENT not in (was, now) else "")
             )
     found += _changes(_code(old_digests, old), _code(new.digests, new.files))
@@ -337,8 +338,22 @@ def _say(value: Any, hidden: bool = False) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = repr(value) if isinstance(value, str) and (not value or set(value) - _PLAIN) else str(value)
-    text = mask.text(text)
-    return text if len(text) <= 80 else text[:77] + "…"
+    return mask.text(text)
+
+
+def _short(was: str, now: str) -> tuple[str, str]:
+    """Both texts, cut to what a line can show of them: from a little before the place where they differ."""
+    if max(len(was), len(now)) <= SHOWN:
+        return was, now
+    pairs = enumerate(zip(was, now, strict=False))
+    same = next((at for at, (a, b) in pairs if a != b), min(len(was), len(now)))
+    begin = max(0, same - 20) if same > SHOWN // 2 else 0
+    return _window(was, begin), _window(now, begin)
+
+
+def _window(text: str, begin: int) -> str:
+    rest = ("…" if begin else "") + text[begin:]
+    return rest if len(rest) <= SHOWN else rest[: SHOWN - 1] + "…"
 
 
 _PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._/@:+-")
@@ -378,7 +393,11 @@ def refuse_changed(facts: Mapping[str, Any], host: str, name: str, release_id: s
     alive = any(run["name"] == name and run["alive"] for run in facts["runs"])
     raise DeployError(
         f"{files[0]}{more} of release {release_id} of {name} {'were' if more else 'was'} changed on {host}; "
-        f"fab {'restart' if alive else 'deploy'} writes it anew"
+        + (
+            f"fab {'restart' if alive else 'deploy'} writes it anew"
+            if release_id == facts["names"].get(name, {}).get("current")
+            else "it cannot be started again; fab restart makes a release of your files as they are now"
+        )
     )
 
 

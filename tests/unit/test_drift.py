@@ -83,6 +83,8 @@ def test_another_image_than_the_deployed_one_is_named() -> None:
     written = {"image": "drafthouse:aaaaaaaaaaaa"}
     images = [{"id": "sha256:" + "1" * 64, "tags": ["drafthouse:aaaaaaaaaaaa"]}]
     assert of(written=written, image_id="sha256:" + "1" * 64, images=images) == []
+    foreign = {"image": "python:3.11-slim-bookworm"}  # one that the probe does not list
+    assert of(written=foreign, image_id="sha256:" + "2" * 64, images=images) == []
     assert of(written=written, image_id="sha256:" + "2" * 64, images=images) == [
         "process: image sha256:222222222222 runs, but drafthouse:aaaaaaaaaaaa was deployed"
     ]

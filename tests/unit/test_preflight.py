@@ -47,6 +47,8 @@ STOPS: list[tuple[str, str, dict, str]] = [
      "/no on localhost does not exist; set python: of localhost in fabric.yaml to one that has the trainer's packages"),
     ("no program", COMMAND, {"interpreter": Interpreter(PYTHON, "3.11.7", lost="trian")},
      "there is no program trian on localhost; correct command: in the run's file, or give the program's whole path"),
+    ("image", "command: [a]\nimage: {use: 'python:3'}", {},
+     "the run's file names the image python:3, but localhost would start a plain process: on this machine, unless fabric.yaml says runtime: compose; put that right, or say so with runtime: process in fabric.yaml"),
     ("typo", "command: [a]\nenvironment: {PYTHONBUFFERED: 1}", {},
      "the run's environment has PYTHONBUFFERED, which Python does not know; the name is PYTHONUNBUFFERED, and Drafthouse sets it: remove yours"),
     ("off", "command: [a]\nenvironment: {PYTHONUNBUFFERED: 0}", {},

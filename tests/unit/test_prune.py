@@ -113,6 +113,7 @@ def test_images_of_runs_that_stay_stay_with_their_packages_and_other_peoples_are
         {"id": "3", "tags": ["drafthouse:packages-1"], "bytes": 3, "labels": {}},
         {"id": "4", "tags": ["drafthouse:packages-2"], "bytes": 4, "labels": {}},
         {"id": "5", "tags": ["postgres:16"], "bytes": 5, "labels": {}},
+        {"id": "6", "tags": ["drafthouse:local"], "bytes": 6, "labels": {}},  # docker compose up, by hand
     ]  # fmt: skip
     made = prune.decide("box", found(runs), images)
     assert what(made, "image") == ["drafthouse:bbbbbbbbbbbb", "drafthouse:packages-2"]

@@ -126,6 +126,17 @@ def test_differences_name_settings_and_code_and_nothing_twice(tmp_path: Path) ->
     assert release.differences(old.files, old.digests, old) == []
 
 
+def test_a_long_difference_shows_the_place_where_it_is(tmp_path: Path) -> None:
+    text = "command: [python, -c, '{}print({}); {}']\nname: x\n"
+    old = built(text.format("x = 1; " * 30, 1, "y = 2; " * 30), tmp_path)
+    new = built(text.format("x = 1; " * 30, 2, "y = 2; " * 30), tmp_path)
+    (line,) = release.differences(old.files, old.digests, new)
+    was, now = line.removeprefix("command: ").split(" → ")
+    assert "print(1); y" in was
+    assert "print(2); y" in now
+    assert max(len(was), len(now)) <= release.SHOWN
+
+
 def test_differences_that_are_in_no_setting_are_named_by_file(tmp_path: Path) -> None:
     old, new = built(DEMO, tmp_path), built(DEMO, tmp_path, layout=Layout("/else", "/dev/shm", "demo"))
     assert release.differences(old.files, old.digests, new) == ["command.json: changed"]
