@@ -18,6 +18,8 @@ from fabbed import COUNTING, FAB, Fab, project
 
 from trainer import status
 
+pytestmark = pytest.mark.slow
+
 # A script of one's own, beside the project: what it prints is what its file said when it was started.
 SCRIPT = """\
 command: [python, train.py]

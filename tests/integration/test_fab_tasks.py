@@ -19,6 +19,8 @@ from fabbed import COUNTING, FAB, Fab, project
 from deploy import evidence, lock
 from deploy.host import Local
 
+pytestmark = pytest.mark.slow
+
 # A file named by GATE ends it, with the exit code that the file holds.
 GATED = """\
 command:

@@ -15,6 +15,8 @@ from launching import gone, launched, make_run, python, wait_for
 
 from trainer.status import RunDir
 
+pytestmark = pytest.mark.slow
+
 # Runs many launches in one interpreter, each in a process of its own, so that a table costs seconds.
 MANY = """
 import os, sys

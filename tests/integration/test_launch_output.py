@@ -16,6 +16,8 @@ from launching import gone, launched, make_run, python, wait_for, without_notes
 from trainer.logfile import list_segments
 from trainer.status import RunDir
 
+pytestmark = pytest.mark.slow
+
 HOLD = """
 import os, time
 def hold(name):

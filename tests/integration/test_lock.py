@@ -17,6 +17,8 @@ from deploy import evidence, lock, procfs
 from deploy.errors import DeployError
 from deploy.host import HostError
 
+pytestmark = pytest.mark.slow
+
 
 def lock_file(root: Path, name: str = "demo") -> Path:
     return root / "names" / name / "deploy.lock"

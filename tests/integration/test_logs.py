@@ -21,6 +21,8 @@ from deploy import log_reader, logs, switch
 from deploy.errors import DeployError
 from trainer import status
 
+pytestmark = pytest.mark.slow
+
 COUNT = "import sys, time\nfor n in range({n}):\n print('line', n, flush=True)\n time.sleep({pause})\n"
 WAITS = "import time\nprint('hello', flush=True)\ntime.sleep(1000)"
 

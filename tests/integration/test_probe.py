@@ -27,6 +27,8 @@ from deploy.host import HostError, Local
 from deploy.release import Layout
 from trainer import status
 
+pytestmark = pytest.mark.slow
+
 PARENT = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
 BUSY = "print('hello', flush=True)\nwhile True: pass"
 

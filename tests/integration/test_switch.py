@@ -18,6 +18,8 @@ from deploy import switch
 from deploy.errors import DeployError
 from trainer import status
 
+pytestmark = pytest.mark.slow
+
 DIES = "import sys; print('no such directory: /data'); sys.exit(2)"
 DEAF = TRAINER.replace("lambda *_: stop.append(1)", "signal.SIG_IGN")
 CHILDREN = (
