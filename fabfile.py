@@ -241,26 +241,21 @@ def restart(
             code=USAGE,
         )
     goal = target.one(host, ROOT, accept_new_host_key)
+    shown = {"dry_run": dry_run, "json": json, "no_follow": no_follow, "lock_wait": patience}
     if same:
-        name = actions.name_of(goal, run, name)
-        made, work = actions.plan_again(
-            "restart", goal, name, install=not no_install, lock_wait=patience, progress=say
-        )
-    else:
-        wanted = actions.recipe(goal, run, name, set)
-        made, work = actions.plan_deploy(
-            "restart",
-            goal,
-            wanted,
-            install=not no_install,
-            build=build,
-            rollback=rollback_on_failure,
-            lock_wait=patience,
-            progress=say,
-        )
-    return carry_out(
-        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=patience
+        return again("restart", goal, context, run, name, install=not no_install, **shown)
+    wanted = actions.recipe(goal, run, name, set)
+    made, work = actions.plan_deploy(
+        "restart",
+        goal,
+        wanted,
+        install=not no_install,
+        build=build,
+        rollback=rollback_on_failure,
+        lock_wait=patience,
+        progress=say,
     )
+    return carry_out(goal, made, work, context, **shown)
 
 
 @menu()
@@ -278,17 +273,11 @@ def start(
     debug: bool = False,
 ) -> int | None:
     """Start the deployed release again, if no run of it is in progress."""
-    from deploy import actions, target
+    from deploy import target
 
-    patience = waits(lock_wait)
+    shown = {"dry_run": dry_run, "json": json, "no_follow": no_follow, "lock_wait": waits(lock_wait)}
     goal = target.one(host, ROOT, accept_new_host_key)
-    name = actions.name_of(goal, run, name)
-    made, work = actions.plan_again(
-        "start", goal, name, install=not no_install, lock_wait=patience, progress=say
-    )
-    return carry_out(
-        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=patience
-    )
+    return again("start", goal, context, run, name, install=not no_install, **shown)
 
 
 @menu()
@@ -307,23 +296,11 @@ def rollback(
     debug: bool = False,
 ) -> int | None:
     """Stop, and start the release before this one, with its image."""
-    from deploy import actions, target
+    from deploy import target
 
-    patience = waits(lock_wait)
+    shown = {"dry_run": dry_run, "json": json, "no_follow": no_follow, "lock_wait": waits(lock_wait)}
     goal = target.one(host, ROOT, accept_new_host_key)
-    name = actions.name_of(goal, run, name)
-    made, work = actions.plan_again(
-        "rollback",
-        goal,
-        name,
-        release_id=release,
-        install=not no_install,
-        lock_wait=patience,
-        progress=say,
-    )
-    return carry_out(
-        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=patience
-    )
+    return again("rollback", goal, context, run, name, release, install=not no_install, **shown)
 
 
 @menu()
@@ -401,6 +378,33 @@ def diff(
     goal = target.one(host, ROOT, accept_new_host_key)
     print(actions.diff(goal, actions.recipe(goal, run, name, set), say), flush=True)
     return None
+
+
+def again(
+    task: str,
+    goal: Any,
+    context: Context,
+    run: str | None,
+    name: str | None,
+    release: str | None = None,
+    *,
+    install: bool,
+    lock_wait: Any,
+    **shown: Any,
+) -> int | None:
+    """Start a release that is on the host: what start, rollback and restart --same have in common."""
+    from deploy import actions
+
+    made, work = actions.plan_again(
+        task,
+        goal,
+        actions.name_of(goal, run, name),
+        release_id=release,
+        install=install,
+        lock_wait=lock_wait,
+        progress=say,
+    )
+    return carry_out(goal, made, work, context, lock_wait=lock_wait, **shown)
 
 
 def carry_out(

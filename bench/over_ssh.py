@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from testbed import base_image  # noqa: E402
 from testbed.docker import Docker  # noqa: E402
-from testbed.engine import Engine  # noqa: E402
+from testbed.engine import running  # noqa: E402
 from testbed.gpubox import ALIAS, GpuBox  # noqa: E402
 
 from bench._results import percentile, record  # noqa: E402
@@ -63,13 +63,7 @@ grace_seconds: 5
 def place() -> Iterator[tuple[Docker, GpuBox, Path]]:
     """(the engine, the box, a project directory)."""
     with contextlib.ExitStack() as stack:
-        url = os.environ.get("DRAFTHOUSE_TESTBED_ENGINE")
-        if not url:
-            own = Engine()
-            own.start()
-            stack.callback(own.stop)
-            url = own.url
-        engine = Docker(url)
+        engine = stack.enter_context(running())
         base_image.provide(engine.command)
         box = GpuBox({**engine.environment, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
         box.start()

@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "e2e")]
 from elsewhere import describe, small_checkout, tags, wire_bytes  # noqa: E402
 from testbed import base_image, needs  # noqa: E402
 from testbed.docker import Docker  # noqa: E402
-from testbed.engine import Engine  # noqa: E402
+from testbed.engine import running  # noqa: E402
 from testbed.gpubox import ALIAS, GpuBox  # noqa: E402
 from testbed.second import SecondEngine  # noqa: E402
 
@@ -37,21 +37,6 @@ from deploy import image  # noqa: E402
 from deploy.ssh import Ssh  # noqa: E402
 
 USUAL = "drafthouse-bench:usual"
-
-
-@contextlib.contextmanager
-def engine_here() -> Iterator[Docker]:
-    """The testbed's engine: the one that is up (DRAFTHOUSE_TESTBED_ENGINE), or one of our own."""
-    url = os.environ.get("DRAFTHOUSE_TESTBED_ENGINE")
-    if url:
-        yield Docker(url)
-        return
-    own = Engine()
-    own.start()
-    try:
-        yield Docker(own.url)
-    finally:
-        own.stop()
 
 
 @contextlib.contextmanager
@@ -97,7 +82,7 @@ def main() -> int:
         return 0
     figures: dict[str, list[tuple[float, int]]] = {"ours": [], "theirs": []}
     with contextlib.ExitStack() as stack:
-        here = stack.enter_context(engine_here())
+        here = stack.enter_context(running())
         base_image.provide(here.command)
         second = SecondEngine()
         stack.enter_context(started(second))

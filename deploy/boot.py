@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import fcntl
 import json
 import os
 import socket
@@ -227,9 +226,7 @@ def locked(home: Path) -> Iterator[None]:
     lock = os.open(home / "deploy.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         wait_for(lambda: files.take(lock), lambda: files.words(lock))
-        words = {"by": whoami("boot@"), "what": "boot", "since": time.time()}
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps(words).encode(), 0)
+        files.say(lock, {"by": whoami("boot@"), "what": "boot", "since": time.time()})
         wait_for(lambda: switch_words(home) is None, lambda: switch_words(home) or {})
         yield
         os.ftruncate(lock, 0)
@@ -255,17 +252,9 @@ def wait_for(ready: Any, holder: Any) -> None:
 
 def switch_words(home: Path) -> dict[str, Any] | None:
     """Who has a switch of the name under way; None if nobody has."""
-    try:
-        lock = os.open(home / "switch.lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except OSError:
-        return files.words(lock)
-    finally:
-        os.close(lock)
+    with contextlib.suppress(OSError):
+        return files.holder(home / "switch.lock")
+    return None
 
 
 def read_template(run: status.RunDir) -> dict[str, Any]:

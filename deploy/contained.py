@@ -167,15 +167,7 @@ def _command(run: status.RunDir, start: dict[str, Any]) -> tuple[str, list[str]]
     errors = run.path / "launch.err"
     with open(errors, "ab") as stream:
         try:
-            process = subprocess.Popen(
-                start["argv"],
-                env=start["environment"],
-                cwd=start["working_directory"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stream,
-                start_new_session=True,
-            )
+            process = procfs.begin(start, stream)
         except OSError as error:
             return f"{start['argv'][0]} cannot be started: {error.strerror}", []
         try:

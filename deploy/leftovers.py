@@ -7,8 +7,6 @@ looked at once more, since minutes may have passed. Standard library only, Pytho
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import re
 import shutil
@@ -180,32 +178,22 @@ def _hold(home: Path, held: contextlib.ExitStack, by: str) -> str | None:
     end = time.monotonic() + LOCK_PATIENCE
     while not files.take(lock):
         if time.monotonic() > end:
-            return _words(home, "deploy", lock)
+            return _sentence(home, "deploy", files.words(lock))
         time.sleep(0.02)
     held.callback(os.ftruncate, lock, 0)
-    with contextlib.suppress(OSError):  # a full disk does not take the words; the lock itself needs none
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps({"by": by, "what": "prune", "since": time.time()}).encode(), 0)
+    files.say(lock, {"by": by, "what": "prune", "since": time.time()})
     return None
 
 
 def _holder(home: Path, kind: str) -> str | None:
     """Who holds the deploy or the switch lock of a name, in a sentence; None if it is free."""
-    try:
-        lock = os.open(home / f"{kind}.lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except OSError:
-        return _words(home, kind, lock)
-    finally:
-        os.close(lock)
+    with contextlib.suppress(OSError):
+        words = files.holder(home / f"{kind}.lock")
+        return None if words is None else _sentence(home, kind, words)
+    return None
 
 
-def _words(home: Path, kind: str, lock: int) -> str:
-    words = files.words(lock)
+def _sentence(home: Path, kind: str, words: dict[str, Any]) -> str:
     by = f" by {words['by']}" if words.get("by") else ""
     return f"a {words.get('what') or kind} of {home.name}{by} is under way"
 

@@ -30,7 +30,6 @@ command line names); null where that cannot be read.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import json
 import os
@@ -43,7 +42,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deploy import contained, engine, machine, procfs
+from deploy import contained, engine, files, machine, procfs
 from trainer import status
 
 MOST_WORDS = 1000
@@ -206,22 +205,10 @@ class Probe:
         """Who holds a lock of `name`, in the holder's own words; None if it is free."""
         path = self.state / "names" / name / lock
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return files.holder(path)
         except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                self.problems.append(f"{path}: {error.strerror}")
+            self.problems.append(f"{path}: {error.strerror}")
             return None
-        with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return None
-            except OSError:
-                pass
-            try:
-                value = json.loads(file.read(65536))
-            except ValueError:
-                value = None
-        return value if isinstance(value, dict) else {}
 
     def weights(self) -> list[dict[str, Any]]:
         found = []

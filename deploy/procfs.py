@@ -1,4 +1,4 @@
-"""Processes, as /proc shows them.
+"""Processes: as /proc shows them, and how those of a run begin.
 
 Runs ON the host as a part of the probe and of the switch. Standard library only, Python >= 3.9.
 """
@@ -7,11 +7,25 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trainer import status
+
+
+def begin(start: dict[str, Any], errors: Any) -> subprocess.Popen[bytes]:
+    """Start what a switch is to start, in a session of its own. Raises OSError."""
+    return subprocess.Popen(
+        start["argv"],
+        env=start["environment"],
+        cwd=start["working_directory"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,
+    )
 
 
 def parse(pid: int, text: str) -> dict[str, Any] | None:

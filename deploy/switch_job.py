@@ -154,12 +154,7 @@ def take(spec: dict[str, Any], name: Path) -> int:
         "since": time.time(),
         "pid": os.getpid(),
     }
-    try:
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps(words).encode(), 0)
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
+    files.say(lock, words)
     return lock
 
 

@@ -285,15 +285,7 @@ class Switch:
             return self.start_container()
         with open(new.path / "launch.err", "ab") as errors:
             try:
-                process = subprocess.Popen(
-                    start["argv"],
-                    env=start["environment"],
-                    cwd=start["working_directory"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    start_new_session=True,
-                )
+                process = procfs.begin(start, errors)
             except OSError as error:
                 raise Failed(f"{start['argv'][0]} cannot be started: {error.strerror}") from None
         self.process = process

@@ -119,15 +119,7 @@ class Place:
         """Start launch as the switch does, and wait until the run lives."""
         spec = self.start_spec(run, release_id)
         with open(run.path / "launch.err", "ab") as errors:
-            child = subprocess.Popen(
-                spec["argv"],
-                env=spec["environment"],
-                cwd=spec["working_directory"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
-            )
+            child = procfs.begin(spec, errors)
         until(lambda: run.alive() or run.exit() or child.poll() is not None)
         return child
 

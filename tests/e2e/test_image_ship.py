@@ -39,16 +39,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="module")
-def second_engine(base_images: Docker) -> Iterator[SecondEngine]:
-    own = SecondEngine()
-    own.start()
-    try:
-        yield own
-    finally:
-        own.stop()
-
-
 @pytest.fixture
 def there(second_engine: SecondEngine) -> Docker:
     """The other machine's engine, with no image of ours."""

@@ -41,13 +41,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def there(base_images: Docker) -> Iterator[Docker]:
-    own = SecondEngine()
-    own.start()
-    try:
-        yield Docker(own.url)
-    finally:
-        own.stop()
+def there(second_engine: SecondEngine) -> Docker:
+    return Docker(second_engine.url)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import signal
 import sys
 
 from . import base_image, engine, gpubox, leftovers, needs
-from .docker import Docker
-from .place import TestbedError, work_directory
+from .docker import Compose, Docker
+from .place import CHECKOUT, TestbedError, work_directory
 
 
 def main() -> int:
@@ -40,6 +40,15 @@ def doctor() -> int:
     }
     for part, why in parts.items():
         print(f"{part:8}{why or 'yes'}")
+    return 0
+
+
+def prepare() -> int:
+    """make what an engine's tests begin with, the base images and the product's, in the work directory"""
+    work_directory().mkdir(parents=True, exist_ok=True)
+    with engine.running() as docker:
+        base_image.provide(docker.command)
+        Compose(docker, CHECKOUT / "compose.yaml").run("build", timeout=1200)
     return 0
 
 
@@ -82,7 +91,7 @@ def check() -> int:
     return 1 if lines else 0
 
 
-TASKS = {"install": install, "doctor": doctor, "up": up, "down": down, "check": check}
+TASKS = {"install": install, "doctor": doctor, "prepare": prepare, "up": up, "down": down, "check": check}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,9 +10,11 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import network
+from .docker import Docker
 from .place import RUN, TestbedError, run, work_directory
 
 LOCK = RUN.with_suffix(".lock")
@@ -99,6 +101,22 @@ def answers(path: Path) -> bool:
         connection.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
         return b" 200 " in connection.recv(64)
     return False
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Docker]:
+    """Commands to the testbed's engine: one that is up already (DRAFTHOUSE_TESTBED_ENGINE, see
+    `python3 -m tests.testbed up`), which stays so, or one of our own for as long as it is wanted."""
+    url = os.environ.get("DRAFTHOUSE_TESTBED_ENGINE")
+    if url:
+        yield Docker(url)
+        return
+    own = Engine()
+    own.start()
+    try:
+        yield Docker(own.url)
+    finally:
+        own.stop()
 
 
 def take_lock() -> int:

@@ -10,9 +10,10 @@ import pytest
 
 from . import base_image
 from .docker import Compose, Docker
-from .engine import Engine
+from .engine import running
 from .gpubox import GpuBox
 from .place import CHECKOUT, work_directory
+from .second import SecondEngine
 from .sshd import SshServer
 
 
@@ -30,15 +31,8 @@ def engine(testbed_directory: Path) -> Iterator[Docker]:
 
     DRAFTHOUSE_TESTBED_ENGINE names one that `python3 -m tests.testbed up` has brought up, and keeps up.
     """
-    if os.environ.get("DRAFTHOUSE_TESTBED_ENGINE"):
-        yield Docker(os.environ["DRAFTHOUSE_TESTBED_ENGINE"])
-        return
-    own = Engine()
-    own.start()
-    try:
-        yield Docker(own.url)
-    finally:
-        own.stop()
+    with running() as docker:
+        yield docker
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +40,17 @@ def base_images(engine: Docker) -> Docker:
     """The engine, knowing debian:bookworm-slim and python:3.11-slim-bookworm."""
     base_image.provide(engine.command)
     return engine
+
+
+@pytest.fixture(scope="module")
+def second_engine(base_images: Docker) -> Iterator[SecondEngine]:
+    """The empty engine of another machine, without a network. Mark the test `engine`."""
+    own = SecondEngine()
+    own.start()
+    try:
+        yield own
+    finally:
+        own.stop()
 
 
 @pytest.fixture(scope="session")
