@@ -109,16 +109,10 @@ def start(
             report(f"release {work.release.id} {done}")
         values = _secrets(host, work)
         held.check()
+        run_path = secrets_file = None
         try:
             run_path, run = _new_run(host, plan, facts, work.run, values)
-        except BaseException:  # Ctrl-C has killed it over there, wherever it was
-            before = max((status.split_run_id(one["run_id"])[0] for one in facts["runs"]), default=0)
-            with contextlib.suppress(DeployError):
-                held.check()  # without the lock it might be the run of somebody else
-                onhost.ask(host, "deploy.new_run:discard_begun", layout.state, plan.name, before)
-            raise
-        sent = False
-        try:
+            secrets_file = run.secrets_file
             begin = start_spec(plan, facts, run, run_path, work.python)
             if plan.runtime == "compose":
                 try_container(plan, host, facts, run, run_path)
@@ -144,15 +138,17 @@ def start(
             again = boot.template(run, spec, staged, work.checkpoint_timeout_seconds, places)
             host.write(f"{run_path}/{boot.FILE}", json.dumps(again).encode(), mode=0o600)
             held.check()
-            sent = True
             record = switch.start(host, spec)
-        except BaseException as error:
-            # Once the switch was sent, only its refusal says that it has not begun: else the directory is
-            # the run's.
-            if not sent or (isinstance(error, DeployError) and not isinstance(error, HostError)):
-                words = (layout.state, plan.name, run_path, run.secrets_file)
-                with contextlib.suppress(DeployError):
+        except BaseException:
+            # Whatever happened, also Ctrl-C: a lost connection hides what was done over there, so look there.
+            with contextlib.suppress(DeployError):
+                if run_path:
+                    words = (layout.state, plan.name, run_path, secrets_file)
                     onhost.ask(host, "deploy.new_run:discard_refused", *words)
+                else:
+                    before = max((status.split_run_id(one["run_id"])[0] for one in facts["runs"]), default=0)
+                    held.check()  # without the lock it might be the run of somebody else
+                    onhost.ask(host, "deploy.new_run:discard_begun", layout.state, plan.name, before)
             raise
         if not back:  # it takes the secrets of the run before
             # Only now: had another switch been under way, the run that it starts would have needed its file.

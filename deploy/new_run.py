@@ -18,6 +18,8 @@ from deploy import files
 from deploy.errors import DeployError
 from trainer import status
 
+LOCK_PATIENCE = 1.0  # seconds: a probe that looks at the lock holds it for a moment
+
 
 def make(
     state_root: str,
@@ -99,23 +101,36 @@ def discard_begun(state_root: str, name: str, after: int) -> None:
 
 
 def discard_refused(state_root: str, name: str, path: str, secrets_file: str | None = None) -> None:
-    """The same, unless a switch has accepted the run: what was refused may have been sent twice.
+    """The same, unless a switch has accepted the run: only looking there tells.
 
-    A lost connection hides that the first was accepted. A switch takes its lock, then leaves its record, then
-    gives the lock back, so looking in this order misses none.
+    A lost connection or a Ctrl-C hides whether the switch was accepted, and it may still be on its way. It
+    takes its lock, then looks for run.json, then leaves its record. We look under the same lock: after us it
+    finds no run.json and is refused.
     """
-    taken = switching(Path(state_root) / "names" / name)
-    if os.path.basename(str(taken.get("run_path"))) == os.path.basename(path):
-        return
-    if not any(os.path.exists(f"{path}/{file}") for file in ("switch.json", "launch.json")):
-        discard(path, secrets_file)
+    file, lock = Path(state_root) / "names" / name / "switch.lock", None
+    try:
+        with contextlib.suppress(OSError):
+            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        if lock is not None and not _taken(lock):
+            # Somebody switches, and by their lock ours was refused, unless it is ours that holds it.
+            holder = os.path.basename(str(files.words(lock).get("run_path")))
+            if holder == os.path.basename(path):
+                return
+        if not any(os.path.exists(f"{path}/{record}") for record in ("switch.json", "launch.json")):
+            discard(path, secrets_file)
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
-def switching(home: Path) -> dict[str, Any]:
-    """What the switch of a name that is under way says of itself; empty if there is none."""
-    with contextlib.suppress(OSError):
-        return files.holder(home / "switch.lock") or {}
-    return {}
+def _taken(lock: int) -> bool:
+    """Take a lock that a probe may hold for a moment."""
+    deadline = time.monotonic() + LOCK_PATIENCE
+    while not files.take(lock):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def write_secrets(path: str, content: str, owner: list[int] | None) -> None:

@@ -126,14 +126,18 @@ def claim(spec: dict[str, Any]) -> int:
     name = Path(spec["state_root"]) / "names" / spec["name"]
     os.makedirs(name, exist_ok=True)
     lock = take(spec, name)
-    if spec["start"] and os.path.exists(spec["record"]):
-        raise Begun  # and has let go of the lock, since its run lives or it has failed
-    old = spec["old_run_path"]
-    for run in status.list_runs(Path(spec["state_root"]) / "runs", spec["name"]):
-        if run.alive() and not (old and os.path.samefile(run.path, old)):
-            raise Refused(f"run {run.path.name} is in progress, which this switch was not planned for")
-    if spec["start"]:
-        check_start(spec, name)
+    try:
+        if spec["start"] and os.path.exists(spec["record"]):
+            raise Begun  # and has let go of the lock, since its run lives or it has failed
+        old = spec["old_run_path"]
+        for run in status.list_runs(Path(spec["state_root"]) / "runs", spec["name"]):
+            if run.alive() and not (old and os.path.samefile(run.path, old)):
+                raise Refused(f"run {run.path.name} is in progress, which this switch was not planned for")
+        if spec["start"]:
+            check_start(spec, name)
+    except BaseException:
+        os.close(lock)
+        raise
     return lock
 
 

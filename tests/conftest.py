@@ -10,8 +10,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What tests deploy must not start when the developer's machine does. Tests of that take it away again.
 os.environ["DRAFTHOUSE_BOOT"] = "no"
 
-# A shell that starts us in the background has SIGINT ignored, and what is ignored stays so in every program
+# A shell that starts us in the background has these ignored, and what is ignored stays so in every program
 # that is started from here: then no Ctrl-C could be tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 pytest_plugins = ["testbed.fixtures", "testbed.selection"]

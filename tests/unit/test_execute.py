@@ -244,6 +244,46 @@ def test_without_the_lock_no_run_directory_is_removed(monkeypatch: pytest.Monkey
     assert start(monkeypatch, facts(), held=LostOnTheWay()) == ["deploy.new_run:make"]
 
 
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), HostError("box: the connection was lost"), DeployError("no")]
+)
+def test_whatever_ends_a_deploy_the_host_is_asked_whether_its_new_run_was_taken(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    asked: list[Any] = []
+
+    def ask(host: Any, function: str, *words: Any, **more: Any) -> Any:
+        asked.append((function, words))
+        run = status.Run("0008-demo", "demo", ["true"], secrets_file="/s/secrets-0008-demo")
+        return {"path": "/s/runs/0008-demo", "run": dataclasses.asdict(run)}
+
+    def begin(*words: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(lock, "hold", lambda *words, **more: contextlib.nullcontext(Kept()))
+    monkeypatch.setattr(execute.evidence, "collect", lambda *words, **more: facts())
+    monkeypatch.setattr(onhost, "ask", ask)
+    monkeypatch.setattr(release, "refuse_changed", lambda *words: None)
+    monkeypatch.setattr(execute.switch, "start", begin)
+    monkeypatch.setattr(Recorder, "write", lambda *words, **more: None, raising=False)
+    layout = survey().layout
+    made = plan.Plan(
+        "deploy",
+        "start",
+        "box",
+        "demo",
+        layout,
+        runtime="process",
+        release="a",
+        seen=plan.seen(facts(), "demo"),
+    )
+    needed = execute.Work(status.Run("", "demo", ["true"]), "python3", heartbeats=False)
+    with pytest.raises(type(error)):
+        execute.start(made, Recorder(), needed, lambda said: None)  # type: ignore[arg-type]
+    assert [function for function, _ in asked] == ["deploy.new_run:make", "deploy.new_run:discard_refused"]
+    assert asked[1][1] == (layout.state, "demo", "/s/runs/0008-demo", "/s/secrets-0008-demo")
+
+
 BEFORE = status.Run(
     "0006-demo",
     "demo",

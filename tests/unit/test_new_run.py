@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy import new_run
+from deploy import new_run, switch_job
 from deploy.errors import DeployError
 from trainer import status
 
@@ -81,7 +84,7 @@ def test_what_a_killed_make_left_is_removed_and_nothing_that_a_switch_was_told_o
         "0002-demo",
         "0004-other",
     ]
-    assert sorted(path.name for path in (tmp_path / "names" / "demo").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "names" / "demo").glob("secrets-*")) == [
         "secrets-0001-demo",
         "secrets-0002-demo",
     ]
@@ -102,6 +105,38 @@ def test_a_run_that_a_switch_has_accepted_stays_though_the_same_was_refused(tmp_
     assert left == ["secrets-0001-demo", "secrets-0002-demo"]
     new_run.discard_refused(str(tmp_path), "demo", paths[1])  # nobody has it any more
     assert not os.path.exists(paths[1])
+
+
+def test_a_run_is_given_up_or_taken_by_its_switch_and_never_both(tmp_path: Path) -> None:
+    """Ctrl-C at the moment at which the switch begins: one of the two is first, whatever the order."""
+    (tmp_path / "names" / "demo" / "releases" / "a").mkdir(parents=True)
+    outcomes = set()
+    for delay in [*[0, 0.001, 0.002, 0.005, 0.01] * 6, None]:
+        path = Path(new_run.make(str(tmp_path), RUN)["path"])
+        start = {"argv": ["/bin/true"], "environment": {}, "working_directory": None}
+        record = str(path / "switch.json")
+        spec = {"state_root": str(tmp_path), "name": "demo", "run_path": str(path), "release_id": "a"}
+        spec = {**spec, "old_run_path": None, "by": "ada@desk", "start": start, "record": record}
+        begun = threading.Barrier(2)
+
+        def switch(spec: dict[str, Any] = spec, begun: threading.Barrier = begun) -> bool:
+            begun.wait()
+            try:
+                lock = switch_job.claim(spec)
+            except switch_job.Refused:
+                return False
+            switch_job.Record(spec["record"], spec)
+            os.close(lock)
+            return True
+
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(switch)
+            begun.wait()
+            _ = taken.result() if delay is None else time.sleep(delay)
+            new_run.discard_refused(str(tmp_path), "demo", str(path))
+            assert taken.result() == path.exists() == Path(record).exists()
+        outcomes.add(taken.result())
+    assert outcomes == {True, False}
 
 
 @pytest.mark.root

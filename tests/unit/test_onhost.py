@@ -55,6 +55,38 @@ def test_what_a_script_needs_is_found_by_following_its_imports():
     assert "deploy.switch_steps" in onhost.needed("deploy.switch_job")
 
 
+@pytest.mark.parametrize("module", ON_HOST)
+def test_imports_are_found_in_a_text_as_python_finds_them(module):
+    text = onhost.source(module)
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    files = {name for name in names if (CHECKOUT / (name.replace(".", "/") + ".py")).is_file()}
+    assert {name for name in onhost.imported(text) if name in files} == files
+
+
+def test_imports_are_found_however_they_are_written():
+    text = """\
+import deploy.a as first, deploy.b
+from deploy import (
+    c as third,  # why
+    d,
+)
+from deploy import e as fifth, f
+from deploy.g import deploy, h
+def function():
+    from trainer import i  # later
+    import trainer.j
+# from deploy import not_this
+import os
+"""
+    names = [*(f"deploy.{letter}" for letter in "abcdefg"), "deploy.g.deploy", "deploy.g.h"]
+    assert onhost.imported(text) == [*names, "trainer.i", "trainer.j"]
+
+
 def test_a_program_over_stdin_needs_no_file_and_no_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/no/such/place")
