@@ -15,14 +15,18 @@ import functools
 import hashlib
 import itertools
 import json
+import marshal
 import os
 import queue
 import re
 import signal
 import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.machinery import SourceFileLoader
+from types import CodeType
 from typing import Any
 
 from deploy import CHECKOUT
@@ -118,7 +122,8 @@ def ask(
     A DeployError there is raised here with the same sentence, an OSError as one that names the host and the
     file. Raises HostError if the function cannot run or fails in another way.
     """
-    stdin = sent(function, arguments, "call", data=len(data) if data else None, progress=progress is not None)
+    more = {"data": len(data) if data else None, "progress": progress is not None}
+    stdin = sent(host, function, arguments, "call", **more)
     argv = command(host, "-c", _LOADER)
     if progress is None:
         result = host.run(argv, timeout=timeout, input=stdin + data, check=False)
@@ -152,7 +157,7 @@ def open(host: Host, function: str, *arguments: Any, bulk: bool = False) -> subp
     """
     argv = command(host, "-c", _LOADER)
     process = _bulk(host, argv) if bulk else host.open_stream(argv)
-    feed(process, [sent(function, arguments, "open")], end=False)
+    feed(process, [sent(host, function, arguments, "open")], end=False)
     return process
 
 
@@ -166,21 +171,36 @@ def script(host: Host, module: str, *arguments: str) -> tuple[list[str], bytes]:
 
     What follows on stdin is its own to read. Nothing is written to the host's disk.
     """
-    return command(host, "-c", _LOADER), sent(f"{module}:main", arguments, "script")
+    return command(host, "-c", _LOADER), sent(host, f"{module}:main", arguments, "script")
 
 
-def sent(function: str, arguments: Sequence[Any], mode: str, **more: Any) -> bytes:
+def sent(host: Host, function: str, arguments: Sequence[Any], mode: str, **more: Any) -> bytes:
     """What goes to the loader's stdin: the program and the call, each behind its length."""
     module, _, name = function.partition(":")
-    packed = _packed(module)
+    packed = _packed(module, host.is_local and host.python == sys.executable)
     call = {"module": module, "function": name, "arguments": list(arguments), "mode": mode, **more}
     words = json.dumps(call, ensure_ascii=True).encode("ascii")
     return b"%012d%s%012d%s" % (len(packed), packed, len(words), words)
 
 
 @functools.cache
-def _packed(module: str) -> bytes:
-    return zlib.compress(_PROGRAM.format(texts=texts([module, "deploy.errors"]), last=_CALL).encode(), 6)
+def _packed(module: str, ours: bool) -> bytes:
+    """The program of `module`. For `ours`, the interpreter that we run in, with what it has compiled before.
+
+    Elsewhere another Python may read it; and text is a third of the bytes on a slow link.
+    """
+    found = texts([module, "deploy.errors"])
+    codes = {name: marshal.dumps(_code(name)) for name in found} if ours else {}
+    words = _PROGRAM.format(texts=dict.fromkeys(found, "") if ours else found, codes=codes, last=_CALL)
+    return zlib.compress(words.encode(), 1 if ours else 6)
+
+
+def _code(module: str) -> CodeType:
+    """A module as Python keeps it in its cache; compiled, and kept there, if it has changed."""
+    path = CHECKOUT / (module.replace(".", "/") + ".py")
+    code = SourceFileLoader(module, str(path)).get_code(module)
+    assert code  # a file with a text always has one
+    return code
 
 
 def _send(process: subprocess.Popen[bytes], parts: Iterable[bytes], failures: list[DeployError]) -> None:
@@ -308,9 +328,10 @@ exec(compile(zlib.decompress(take(int(take(12)))), "drafthouse", "exec"))
 
 # Modules are imported from these texts by Python's own machinery, so they may import each other as ever.
 _PROGRAM = """\
-import sys
+import marshal, sys
 from importlib.machinery import ModuleSpec
 texts = {texts!r}
+codes = {codes!r}
 class Ours:
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -323,7 +344,8 @@ class Ours:
     def exec_module(module):
         name = module.__spec__.name
         if name in texts:
-            exec(compile(texts[name], name, "exec"), module.__dict__)
+            code = marshal.loads(codes[name]) if codes else compile(texts[name], name, "exec")
+            exec(code, module.__dict__)
 sys.meta_path.insert(0, Ours)
 {last}
 """

@@ -6,6 +6,7 @@ import ast
 import re
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,27 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     yield
     for cache in caches:
         cache.cache_clear()
+
+
+def other_python(tmp_path: Path) -> Local:
+    """This machine as one whose Python is not ours: nothing that ours has compiled can be sent there."""
+    program = tmp_path / "python3"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    return Local(python=str(program))
+
+
+@pytest.mark.usefixtures("sample")
+def test_what_was_compiled_goes_to_our_own_python_only_and_is_never_older_than_the_text(tmp_path):
+    for host in (Local(), other_python(tmp_path)):
+        assert onhost.ask(host, "deploy.sample:add", [1], [2]) == [1, 2]
+    text = tmp_path / "deploy" / "sample.py"
+    text.write_text(text.read_text().replace("def add(a, b):", "def add(b, a, *more):"))
+    onhost._packed.cache_clear()
+    for host in (Local(), other_python(tmp_path)):
+        assert onhost.ask(host, "deploy.sample:add", [1], [2]) == [2, 1]
+    assert b"def add" in zlib.decompress(onhost._packed("deploy.sample", ours=False))
+    assert b"def add" not in zlib.decompress(onhost._packed("deploy.sample", ours=True))
 
 
 @pytest.mark.usefixtures("sample")
