@@ -72,6 +72,7 @@ def run_of(
         changes=dict(plan.changes),
         # In a container this machine's directories do not exist.
         working_directory=settings.working_directory if plan.image else cwd,
+        tty=settings.tty,
         grace_seconds=settings.grace_seconds,
         checkpoint_timeout_seconds=settings.checkpoint_timeout_seconds,
         restart_attempts=settings.restart.attempts,

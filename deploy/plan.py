@@ -57,6 +57,7 @@ class Plan:
     differences: tuple[str, ...] = ()
     changes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     command: tuple[str, ...] = ()
+    tty: bool = False  # its output is a pseudo-terminal
     weights: Weights | None = None
     data: str | None = None
     data_copy: Weights | None = None  # how data get to the host, if they come from this machine
@@ -196,6 +197,7 @@ def make(
         differences=tuple(differences),
         changes=dict(recipe.changes),
         command=new.command,
+        tty=run.tty,
         weights=survey.weights,
         data=survey.data,
         data_copy=survey.data_copy,
@@ -274,6 +276,7 @@ def make_same(
         release_is_there=True,
         differences=tuple(differences),
         command=tuple(command),
+        tty=last.get("tty") is True,
         resume={
             "restart": "as its release says (--same)",
             "start": "as its release says",

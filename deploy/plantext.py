@@ -53,6 +53,8 @@ def text(plan: Plan) -> list[str]:
             ]
         rows += [("secret", f"{name} {source}") for name, source in plan.secrets.items()]
         rows += [("command", mask.text(" ".join(map(_word, plan.command))))]
+        if plan.tty:
+            rows += [("output", "to a terminal (tty: true), so that C programs write line by line")]
         rows += (
             [("install", f"tini, with {' '.join(plan.install)} (--no-install declines)")]
             if plan.install

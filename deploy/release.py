@@ -161,6 +161,7 @@ def resolved(
         value |= {"command": settings.command}
     value |= {"weights": weights, "data": data, "environment": dict(settings.environment)}
     value |= {"secrets": sorted(settings.secrets), "working_directory": settings.working_directory}
+    value |= {"tty": True} if settings.tty else {}
     for key in ("grace_seconds", "checkpoint_timeout_seconds", "first_heartbeat_timeout_seconds"):
         value[key] = getattr(settings, key)
     value |= {"restart": settings.restart.model_dump(), "log": settings.log.model_dump()}

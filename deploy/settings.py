@@ -167,6 +167,7 @@ class RunSettings(_Settings):
     environment: dict[str, str] = {}
     secrets: dict[str, SecretSource] = {}
     working_directory: str | None = None
+    tty: bool = False  # stdout and stderr are a pseudo-terminal, so that C programs write line by line
     grace_seconds: float = Field(default=60, ge=1, le=86400)  # from TERM to KILL
     checkpoint_timeout_seconds: float = Field(
         default=300, ge=0, le=86400

@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.processes import Process, read_bytes, read_process
 from trainer.status import Run
@@ -60,6 +60,7 @@ class Buffering:
 
     unbuffered: bool | None
     why: str
+    how: str = "unbuffered"  # when it does write at once
 
 
 def judge(program: str, argv: Sequence[bytes], environment: Mapping[bytes, bytes]) -> Buffering:
@@ -109,6 +110,23 @@ def prove(pid: int) -> Buffering:
         if time.monotonic() > deadline:
             return Buffering(None, f"unknown: /proc/{pid} cannot be read")
         time.sleep(0.001)
+
+
+def on_terminal(pid: int, buffering: Buffering) -> Buffering:
+    """The same for a process that was given a pseudo-terminal, by what its stdout is now.
+
+    On one, C libraries and a Python without its switches write each line at its end.
+    """
+    try:
+        terminal = os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:  # it has ended, or closed it
+        return buffering
+    if not terminal.startswith("/dev/pts/"):
+        why = f"{buffering.why}; {terminal}, not the terminal that tty: true gave it"
+        return replace(buffering, why=why)
+    if buffering.unbuffered:
+        return replace(buffering, why=f"{buffering.why}, {terminal}")
+    return Buffering(True, f"tty: true, {terminal}", "line by line")
 
 
 def python_version(pid: int) -> str:
@@ -166,7 +184,7 @@ def banner(
     if python:
         parts.append(python)
     if buffering.unbuffered:
-        parts.append(f"stdout unbuffered ({buffering.why}; from /proc/{pid})")
+        parts.append(f"stdout {buffering.how} ({buffering.why}; from /proc/{pid})")
     elif buffering.unbuffered is None:
         parts.append(f"stdout {buffering.why}")
     else:

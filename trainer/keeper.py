@@ -10,7 +10,6 @@ Standard library only and Python >= 3.9; Linux.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import selectors
@@ -18,7 +17,7 @@ import signal
 import sys
 import time
 
-from trainer import banner, ending
+from trainer import banner, ending, output
 from trainer.asked import Requests, dump_stacks
 from trainer.ending import End
 from trainer.forward import Forward, Records
@@ -38,8 +37,6 @@ from trainer.processes import (
 from trainer.starting import CannotStart, build_environment, given_environment, read_secrets, start
 from trainer.status import Exit, Heartbeat, Launch, Run, RunDir
 
-CHUNK_BYTES = 256 << 10
-PIPE_BYTES = 1 << 20  # asked for, so that a trainer hardly ever waits for launch
 POLL_SECONDS = 0.2  # between two looks at request.json
 SETTLE_SECONDS = 1.0  # after the main process, its helpers may end by themselves for so long
 TERM_SECONDS = 5.0  # ... and then have so long between TERM and KILL
@@ -117,22 +114,21 @@ class Keeper:
     def _attempt(self) -> End:
         self._records, self._tail, self._status, self._told = Records(), Tail(), None, set()
         before, began = count_kills(), time.monotonic()
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(reading, False)
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(writing, getattr(fcntl, "F_SETPIPE_SZ", 1031), PIPE_BYTES)
         given = given_environment(os.environb, self.run)
+        ends: list[int] = []
         try:
             secrets = read_secrets(self.run)
             run_dir = str(self.directory.path.absolute())
             environment = build_environment(given, secrets, run_dir, self.state.attempt)
-            popen = start(self.run, environment, writing)
+            ends += output.make(self.run.tty)
+            popen = start(self.run, environment, ends[1])
         except CannotStart as error:
-            os.close(reading)
+            for descriptor in ends:
+                os.close(descriptor)
             self.say(self._banner(0, banner.warnings(given)))
             return End(error.code, sentence=str(error))
-        finally:
-            os.close(writing)
+        reading, writing = ends
+        os.close(writing)
         trainer = read_process(popen.pid)
         assert trainer is not None  # it is ours and was not waited for
         self._family.begin(trainer)
@@ -162,6 +158,8 @@ class Keeper:
         buffering = (
             banner.prove(pid) if pid else banner.Buffering(None, "unknown: the trainer was not started")
         )
+        if pid and self.run.tty:
+            buffering = banner.on_terminal(pid, buffering)
         return banner.banner(
             self.run,
             self.state.attempt,
@@ -195,9 +193,8 @@ class Keeper:
 
     def _on_output(self) -> None:
         """Take one chunk from the trainer's pipe; it is read again as long as there is more."""
-        try:
-            data = os.read(self._pipe, CHUNK_BYTES)
-        except BlockingIOError:
+        data = output.take(self._pipe)
+        if data is None:
             return
         if not data:
             self._close_pipe()
@@ -215,7 +212,7 @@ class Keeper:
 
     def _drain(self) -> None:
         """Take what is in the pipe and close it, also if a process that left the run holds its other end."""
-        for _ in range(2 * PIPE_BYTES // 4096):
+        for _ in range(2 * output.PIPE_BYTES // 4096):
             if self._pipe < 0 or not select.select([self._pipe], [], [], 0)[0]:
                 break
             self._on_output()
@@ -322,6 +319,8 @@ class Keeper:
         self.say(f"{describe(found)} cannot be killed and may hold devices")
 
     def _look_for_buffered(self) -> None:
+        if self.run.tty:
+            return  # there they write each line at its end
         pipe = os.readlink(f"/proc/self/fd/{self._pipe}") if self._pipe >= 0 else ""
         # The banner told of the main process.
         main = self._family.trainer.pid if self._family.trainer else 0

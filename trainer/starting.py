@@ -93,8 +93,12 @@ def read_secrets(run: Run) -> dict[bytes, bytes]:
 
 
 def given_environment(base: Mapping[bytes, bytes], run: Run) -> dict[bytes, bytes]:
-    """launch's own environment, then the run's."""
-    return {**base, **{encode(name): encode(value) for name, value in run.environment.items()}}
+    """launch's own environment, then the run's.
+
+    On a terminal, programs paint for what TERM says; that would be the terminal of whoever deployed.
+    """
+    plain = {b"TERM": b"dumb"} if run.tty else {}
+    return {**base, **plain, **{encode(name): encode(value) for name, value in run.environment.items()}}
 
 
 def build_environment(

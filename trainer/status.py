@@ -151,6 +151,7 @@ class Run:
     run_file: str | None = None  # where its settings came from, relative to the project
     changes: dict = field(default_factory=dict)  # --set
     working_directory: str | None = None
+    tty: bool = False  # stdout and stderr are a pseudo-terminal instead of a pipe
     grace_seconds: float = 60.0  # from TERM to KILL
     checkpoint_timeout_seconds: float = 300.0  # a stop waits so long for the checkpoint that it asks for
     restart_attempts: int = 3  # crashes that start the next attempt: at most this many ...

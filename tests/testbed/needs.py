@@ -25,8 +25,9 @@ SSHD = {
     "ip": "iproute2",  # the gpu-box's own address
 }
 BOOT = {"/lib/systemd/systemd": "systemd", "systemctl": "systemd", "crontab": "cron"}
-# Without these the product is tested in part only: its fallbacks, and no login shell but bash.
-ALWAYS = {"tini": "tini", "rsync": "rsync", "fish": "fish", "tcsh": "tcsh"}
+# Without these the product is tested in part only: its fallbacks, no login shell but bash, no C program.
+# (g++ brings libc's headers along, which gcc only recommends.)
+ALWAYS = {"tini": "tini", "rsync": "rsync", "fish": "fish", "tcsh": "tcsh", "cc": "g++"}
 
 
 def lacking(commands: dict[str, str]) -> list[str]:

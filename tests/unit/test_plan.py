@@ -106,6 +106,26 @@ restart demo on localhost
     assert made.action == "switch"
 
 
+@pytest.mark.parametrize(("text", "change"), [("tty: true", ()), ("tty: false", ("tty=true",))])
+def test_the_plan_says_that_the_output_is_a_terminal_and_so_does_the_release(
+    tmp_path: Path, text: str, change: tuple[str, ...]
+) -> None:
+    made = planned(survey(), tmp_path, *change, text=f"command: [./sim]\n{text}")
+    said = "output    to a terminal (tty: true), so that C programs write line by line"
+    assert made.tty
+    assert said in str(made)
+    assert (
+        "tty: true\n"
+        in release_of(survey(), tmp_path, "command: [./sim]\ntty: true").files["run.yaml"].decode()
+    )
+    assert "tty" not in str(planned(survey(), tmp_path))
+    again = facts(
+        runs=[run(run={"tty": True}, release_id="a" * 12)],
+        names={"demo": {"current": "a" * 12, "releases": ["a" * 12]}},
+    )
+    assert said in str(plan.make_same(survey(again), LOCALHOST, ["./sim"]))
+
+
 def test_a_deploy_of_what_runs_already_is_unchanged_and_needs_no_preflight(tmp_path: Path) -> None:
     old = release_of(survey(), tmp_path)
     busy = facts(runs=[run(release_id=old.id)], names={"demo": {"current": old.id, "releases": [old.id]}},
