@@ -18,7 +18,7 @@ import sys
 import time
 
 from trainer import banner, ending, output
-from trainer.asked import Requests, dump_stacks
+from trainer.asked import Dump, Requests
 from trainer.ending import End
 from trainer.forward import Forward, Records
 from trainer.guard import Guard
@@ -35,9 +35,10 @@ from trainer.processes import (
     send,
 )
 from trainer.starting import CannotStart, build_environment, given_environment, read_secrets, start
-from trainer.status import Exit, Heartbeat, Launch, Run, RunDir
+from trainer.status import LAUNCH_REQUEST, Exit, Heartbeat, Launch, Run, RunDir
 
-POLL_SECONDS = 0.2  # between two looks at request.json
+POLL_SECONDS = 0.2  # between two looks at what is asked of the run
+DUMP_SECONDS = 0.05  # ... while stacks are being printed
 SETTLE_SECONDS = 1.0  # after the main process, its helpers may end by themselves for so long
 TERM_SECONDS = 5.0  # ... and then have so long between TERM and KILL
 LOOK_SECONDS = (3.0, 15.0, 60.0, 300.0)  # ages at which workers that hold their output back are looked for
@@ -67,6 +68,8 @@ class Keeper:
         self._family = Family()
         self._family.not_ours.add(self._guard.pid)
         self._requests = Requests(directory)
+        self._launch_requests = Requests(directory, LAUNCH_REQUEST)
+        self._dump: Dump | None = None
         self._status: int | None = None  # the trainer's wait status, once it has ended
         self._pipe = -1
         self._age_zero = 0.0
@@ -187,8 +190,8 @@ class Keeper:
             self._kill_at = now + 1.0  # a process may have been forked meanwhile
             self._kill_all()
         if now >= self._poll_at:
-            self._poll_at = now + POLL_SECONDS
             self._poll(now)
+            self._poll_at = now + (DUMP_SECONDS if self._dump else POLL_SECONDS)
         self._watch_stdout()
 
     def _on_output(self) -> None:
@@ -228,6 +231,7 @@ class Keeper:
 
     def _poll(self, now: float) -> None:
         self._look_for_request()
+        self._look_for_stacks(now)
         if self.log.losing:
             self.log.resume()
         if self._forward.waiting and not self._forward.pollable:
@@ -343,11 +347,21 @@ class Keeper:
             # Carried out by the trainer itself, or by the signal that follows.
             self.state.stopping = request.by or "request"
             self._save()
-        elif request.action == "dump-stacks":
-            outcome = dump_stacks(self._family.members(), self._heartbeats(), self.state.attempt)
-            self.say(f"stacks asked for by {request.by or 'request'}: {outcome}")
-            answer = {"id": request.id, "action": request.action, "outcome": outcome, "time": time.time()}
-            self.state.answered = answer
+
+    def _look_for_stacks(self, now: float) -> None:
+        if self._dump is None:
+            try:
+                request = self._launch_requests.take()
+            except ValueError as error:
+                self.say(f"a request was ignored: {error}")
+                return
+            if request is None or request.action != "dump-stacks":
+                return
+            members = self._family.members() if self._status is None else []
+            self._dump = Dump(request, members, self._heartbeats(), self.state.attempt)
+        if self._dump.go_on(now, self.say, lambda: self.log.offset):
+            self.state.answered = self._dump.answer(self.log.offset)
+            self._dump = None
             self._save()
 
     def _heartbeats(self) -> dict[int, Heartbeat]:

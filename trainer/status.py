@@ -14,6 +14,7 @@ status/<rank>.json   each trainer process     its heartbeat
 metrics.jsonl        rank 0                   one line per logged step
 events/              rank 0                   TensorBoard event files
 request.json         deploy                   what is asked of a run in progress
+launch-request.json  deploy                   what is asked of its launch: stacks
 switch.json          switch                   the steps from the old run to this one
 container.json       switch                   which container it was started in, of a run in one
 boot.json            deploy                   how to start it again with the machine
@@ -44,6 +45,7 @@ SECRETS_VARIABLE = "DRAFTHOUSE_SECRETS_FILE"  # where launch reads the secrets, 
 PHASES = ("starting", "loading", "compiling", "training", "checkpointing", "finishing")
 # `stop` asks nothing: it says who sends the SIGTERM that follows, since a signal has no name on it.
 ACTIONS = ("checkpoint", "checkpoint-and-stop", "dump-stacks", "stop")
+REQUEST, LAUNCH_REQUEST = "request.json", "launch-request.json"
 REASONS = ("finished", "stopped", "failed")
 
 _RUN_ID = re.compile(r"(\d{4,})-([A-Za-z0-9][A-Za-z0-9._-]*)")
@@ -174,7 +176,7 @@ class Launch:
     trainer_started: float | None = None  # Unix time, s
     stdout_dropped: int = 0  # records that stdout could not take; log/ has them
     stopping: str | None = None  # who asked, once a stop was asked for
-    answered: dict | None = None  # {id, action, outcome, time} of the last dump-stacks request
+    answered: dict | None = None  # {id, action, outcome, time, log: offsets} of the last dump-stacks
     log_missing: int = 0  # bytes that log/ could not take; a line in it says so where they are missing
     time: float = field(default_factory=time.time)
     schema: int = SCHEMA
@@ -209,7 +211,7 @@ class Heartbeat:
 
 @dataclass
 class Request:
-    """request.json: what is asked of a run in progress."""
+    """request.json: what is asked of a run in progress; launch-request.json: of its launch."""
 
     id: str
     action: str  # one of ACTIONS
@@ -313,15 +315,20 @@ class RunDir:
         (self.path / "status").mkdir(exist_ok=True)
         write_json(self.path / "status" / f"{heartbeat.rank}.json", dataclasses.asdict(heartbeat))
 
-    def request(self) -> Request | None:
-        return self._read("request.json", Request)
+    def request(self, name: str = REQUEST) -> Request | None:
+        return self._read(name, Request)
 
     def ask(self, action: str, by: str) -> Request:
-        """Ask the run in progress for `action`; the answer appears as `Heartbeat.answered` with this id."""
+        """Ask the run in progress for `action`; the answer appears as `Heartbeat.answered` with this id.
+
+        For stacks launch is asked, in a file of its own, and answers as `Launch.answered`: looking at a run
+        must not take the place of a request for a checkpoint that nobody has seen yet.
+        """
         if action not in ACTIONS:
             raise ValueError(f"unknown request {action!r}; known: {', '.join(ACTIONS)}")
         request = Request(id=f"{time.time_ns():x}-{os.getpid():x}", action=action, by=by)
-        write_json(self.path / "request.json", dataclasses.asdict(request))
+        name = LAUNCH_REQUEST if action == "dump-stacks" else REQUEST
+        write_json(self.path / name, dataclasses.asdict(request))
         return request
 
     def alive(self) -> bool:
