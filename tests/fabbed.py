@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deployed import CHECKOUT, Place
+from fab_server import Server
 
 from trainer import status
 
@@ -32,6 +35,20 @@ grace_seconds: 5
 """
 
 
+@functools.cache
+def server() -> Server:
+    started = Server(FAB[0], CHECKOUT)
+    atexit.register(started.close)
+    return started
+
+
+def call(
+    words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """``fab WORDS`` in `cwd`, as a process of its own."""
+    return server().run(words, cwd=cwd, env=env, timeout=timeout)
+
+
 @dataclasses.dataclass
 class Fab:
     """A project in a directory, and `fab` called in it."""
@@ -50,15 +67,11 @@ class Fab:
         return {**os.environ, **own, **more}
 
     def run(self, *words: str, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*FAB, *words],
-            cwd=self.root,
-            env=self.environment(**more),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        if any(name.startswith("PYTHON") for name in more):  # a server has read these when it started
+            env = self.environment(**more)
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            return subprocess.run([*FAB, *words], cwd=self.root, env=env, text=True, timeout=timeout, **pipes)
+        return call(words, self.root, self.environment(**more), timeout)
 
     def ok(self, *words: str, **more: str) -> str:
         done = self.run(*words, **more)
