@@ -59,6 +59,15 @@ HELP = {
     "what": "checkpoint (default), events, log or run",
     "keep": "how many releases and runs of each name stay",
     "yes": "do not ask",
+    "verbose": "the evidence behind each verdict",
+    "watch": "refresh in place until Ctrl-C; without a terminal, print once per interval",
+    "before": "a run, like 0007-demo, or a name (its newest run); of another host HOST:RUN",
+    "after": "the run to compare with it",
+    "of": "a run, like 0007-demo, or a name (its newest run); of another host HOST:RUN",
+    "last": "how many of the newest logged records count (default 50)",
+    "plot": "write a picture to this PNG file",
+    "clear": "take the reference of the name away",
+    "interval": "seconds between two refreshes (default 2)",
 }
 
 
@@ -154,7 +163,7 @@ def follow(goal: Any, name: str, *, state: str, lines: int | None = None, run_pa
     return code or 0
 
 
-def watch(goal: Any, record: str) -> Any:
+def watch_switch(goal: Any, record: str) -> Any:
     """Show the steps of a switch as they end. It runs on the host by itself, whether we watch or not."""
     from deploy import show, switch
 
@@ -332,7 +341,7 @@ def stop(
         print(made, flush=True)
     if not made.acts or dry_run or context.config.run.dry:
         return show({"plan": made.to_json()}) if json else None
-    outcome = watch(goal, execute.stop(made, goal.host, say, patience))
+    outcome = watch_switch(goal, execute.stop(made, goal.host, say, patience))
     if json:
         show({"plan": made.to_json(), "outcome": vars(outcome)})
     return failed(outcome, made) if outcome.word != "done" else None
@@ -430,7 +439,7 @@ def carry_out(
             return show({"plan": made.to_json(), "run_id": made.stop.run_id})
         return None if no_follow else follow(goal, made.name, state=made.layout.state, lines=20)
     path, record = execute.start(made, goal.host, work, say, lock_wait)
-    outcome = watch(goal, record)
+    outcome = watch_switch(goal, record)
     if json:
         show({"plan": made.to_json(), "run_id": Path(path).name, "outcome": vars(outcome)})
     if outcome.word != "done":
@@ -471,7 +480,7 @@ def attach(goal: Any, name: str, words: Any) -> None:
     from deploy import actions, show
 
     say(f"{show.under_way(words)} of {name} is under way on {goal.settings.name}: watching it")
-    outcome = watch(goal, actions.record_of(words, goal, name))
+    outcome = watch_switch(goal, actions.record_of(words, goal, name))
     if outcome.word != "done":
         for line in outcome.last_lines:
             say(f"  │ {line}")
@@ -523,32 +532,156 @@ def status(
     host: str | None = None,
     name: str | None = None,
     run_id: str | None = None,
+    verbose: bool = False,
+    watch: bool = False,
+    interval: str = "2",
     json: bool = False,
     accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
     """What every run does now, by the evidence, on every host of fabric.yaml."""
-    import dataclasses
-
-    from deploy import overview, target
-    from deploy import show as text
+    from deploy import target
 
     goals = target.several(host, ROOT, accept_new_host_key)
-    found = overview.everywhere(goals, name, run_id)
+    if watch and json:
+        raise DeployError(
+            "--watch and --json exclude each other: call status --json as often as you like", code=USAGE
+        )
+    if watch:
+        from deploy import refresh
+        from deploy import show as text
+
+        seconds = whole("--interval", interval)
+        shown = (max(seconds, 1), verbose, text.colour(), sys.stdout, here)
+        until_interrupted(lambda: refresh.status(goals, name, run_id, *shown))
+    return status_once(goals, name, run_id, verbose, json)
+
+
+def status_once(goals: Any, name: str | None, run_id: str | None, verbose: bool, json: bool) -> int:
+    """Show each host as soon as it has answered; in JSON all at once."""
+    from deploy import overview
+    from deploy import show as text
+
+    found = []
+    for batch in overview.everywhere(goals, name, run_id, link=verbose or json):
+        found += batch
+        rows = [row for answer in batch for row in answer.rows]
+        if rows and not json:
+            print(here(text.status(rows, text.colour(), verbose)), flush=True)
+        for answer in batch:
+            if answer.error:
+                say(answer.error)
+            elif not json and not answer.rows and not (name or run_id):
+                print(here(overview.nothing(answer.goal, answer.facts, name)), flush=True)
+            if verbose and answer.round_trip is not None:
+                print(f"link to {answer.goal.settings.name}: {1000 * answer.round_trip:.0f} ms round trip")
+            for problem in answer.facts.get("problems", []):
+                say(f"could not be read: {problem}")
     overview.check_known(found, name, run_id)
-    rows = [row for answer in found for row in answer.rows]
     if json:
-        show([dataclasses.asdict(row) for row in rows])
-    elif rows:
-        print(here(text.status(rows, text.colour())))
-    for answer in found:
-        if answer.error:
-            say(answer.error)
-        elif not json and not answer.rows:
-            print(here(overview.nothing(answer.goal, answer.facts, name)))
-        for problem in answer.facts.get("problems", []):
-            say(f"could not be read: {problem}")
+        show(overview.as_json(found))
+    elif name and not any(answer.rows for answer in found):
+        for answer in found:
+            if not answer.error:
+                print(here(overview.nothing(answer.goal, answer.facts, name)))
     return int(any(answer.error for answer in found))
+
+
+@menu()
+def watch(
+    context: Context,
+    host: str | None = None,
+    name: str | None = None,
+    run_id: str | None = None,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """A live screen of what runs: curves, memory, verdict, last lines."""
+    from deploy import target, watching
+
+    watching.check(sys.stdout)
+    goals = target.several(host, ROOT, accept_new_host_key)
+    until_interrupted(lambda: watching.watch(goals, name, run_id, sys.stdout, here))
+    return None
+
+
+def until_interrupted(body: Callable[[], Any]) -> None:
+    """Run a screen that only Ctrl-C ends, which then is no news."""
+    try:
+        body()
+    except KeyboardInterrupt:
+        raise Exit(code=INTERRUPTED) from None
+
+
+@menu()
+def compare(
+    context: Context,
+    before: str,
+    after: str,
+    host: str | None = None,
+    last: str = "50",
+    plot: str | None = None,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Two runs side by side; the phase of a step that regressed comes first."""
+    from deploy import compare as sides
+    from deploy import plot as picture
+    from deploy import reference as chosen
+
+    count = whole("--last", last)
+    if plot is not None:
+        picture.check(Path(plot))
+    wanted = [chosen.find(word, host, ROOT, accept_new_host_key) for word in (before, after)]
+    found = chosen.figures(wanted, count)
+    hosts = [goal.settings.name for goal, _ in wanted]
+    labels = [one["run_id"] for one in found]
+    if hosts[0] != hosts[1]:
+        labels = [f"{where}:{label}" for where, label in zip(hosts, labels, strict=True)]
+    made = sides.compare(found[0], found[1], (labels[0], labels[1]))
+    if plot is not None:
+        picture.write(made, Path(plot))
+        say(f"the picture is in {plot}")
+    if json:
+        return show(made.to_json())
+    print(here(sides.text(made)))
+    return None
+
+
+@menu()
+def reference(
+    context: Context,
+    of: str,
+    host: str | None = None,
+    name: str | None = None,
+    last: str = "50",
+    clear: bool = False,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Choose the run that status holds the speed of a name against."""
+    from deploy import reference as chosen
+    from deploy import target
+
+    count = whole("--last", last)
+    goal, run = chosen.find(of, host, ROOT, accept_new_host_key)
+    if clear:
+        chosen.write(goal, chosen.name_of(run), None)
+        say(f"{chosen.name_of(run)} on {goal.settings.name} has no reference")
+        return None
+    (found,) = chosen.figures([(goal, run)], count)
+    value = chosen.made(found, goal.settings.name)
+    where = target.one(host, ROOT, accept_new_host_key) if host is not None else goal
+    chosen.write(where, name or found["name"], value)
+    if json:
+        return show(value)
+    print(
+        f"{value['run_id']} with {value['tokens_per_second']:,.0f} tok/s is the reference of "
+        f"{name or found['name']} on {where.settings.name}"
+    )
+    return None
 
 
 @menu()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
+import queue
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import drift, plan, release, settings, survey
+from deploy import details, drift, plan, release, settings, survey
 from deploy.errors import USAGE, DeployError, either, nearest
 from deploy.health import Verdict, number, table, verdict
 from deploy.runtimes import compose
 from deploy.target import Target
 
 SAMPLE = 0.4  # seconds between two readings of CPU use
+PATIENCE = 2.0  # seconds after which the hosts that have answered are shown, without those that have not
+MOVING = ("training", "checkpointing", "slow")  # verdicts of a run that gets nearer to its end
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,13 @@ class Row:
     tokens_per_second: float | None = None
     step_age: float | None = None  # seconds since the last step
     memory: int | None = None  # bytes, now
+    memory_min: int | None = None
+    memory_peak: int | None = None
+    eta: float | None = None  # seconds to the last step, at the speed of now
+    reference: Mapping[str, Any] | None = None  # {run_id tokens_per_second share}, the name's
+    gpus: tuple[Mapping[str, Any], ...] = ()  # those that the run uses; see gpus_of
+    gpus_unknown: str = ""  # why nothing is known of them
+    evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # see deploy.details
     links: Mapping[str, str] = dataclasses.field(default_factory=dict)  # only what this run printed itself
     drift: tuple[str, ...] | None = None  # None: not known, because nothing is rendered for it
 
@@ -75,7 +86,13 @@ def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
     first = run["heartbeats"].get("0")
     main = first if isinstance(first, dict) else beats[0] if beats else {}
     last = number(main, "last_step_time")
-    memory = [now for beat in beats if (now := number(table(beat, "memory"), "now"))]
+    memory = {
+        key: sum(value for beat in beats if (value := number(table(beat, "memory"), key)))
+        for key in ("min", "now", "peak")
+    }
+    shown = {key: _whole(value) if value and run["alive"] else None for key, value in memory.items()}
+    gpus, unknown = details.gpus_of(run, facts) if run["alive"] else ((), "")
+    speed = number(table(main, "tokens_per_second"), "now")
     return Row(
         host=goal.settings.name,
         run_id=run["run_id"],
@@ -86,9 +103,16 @@ def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
         step=_whole(number(main, "step")),
         total=_whole(number(main, "total")),
         loss=number(main, "loss"),
-        tokens_per_second=number(table(main, "tokens_per_second"), "now"),
+        tokens_per_second=speed,
         step_age=max(0.0, facts["time"] - last) if last and run["alive"] else None,
-        memory=_whole(sum(memory)) if memory and run["alive"] else None,
+        memory=shown["now"],
+        memory_min=shown["min"],
+        memory_peak=shown["peak"],
+        eta=details.eta(main) if word.word in MOVING and run["alive"] else None,
+        reference=details.against_reference(facts, run, speed if run["alive"] else None),
+        gpus=gpus,
+        gpus_unknown=unknown,
+        evidence=details.evidence(run, facts),
         links={
             key: compose.outside(link, run["path"])
             for key, link in table(main, "links").items()
@@ -168,23 +192,68 @@ class Answer:
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rows: tuple[Row, ...] = ()
     error: str = ""
+    round_trip: float | None = None  # seconds; None: not measured, or no link at all
 
 
-def everywhere(goals: Sequence[Target], name: str | None, run_id: str | None) -> list[Answer]:
-    """The rows of several hosts, asked side by side: one that cannot be reached hides no other."""
+def everywhere(
+    goals: Sequence[Target], name: str | None, run_id: str | None, *, link: bool = False
+) -> Iterator[list[Answer]]:
+    """The rows of several hosts, asked side by side: one that cannot be reached hides and delays no other.
+
+    Yields what there is once all have answered, or after PATIENCE; then each host that comes later. With
+    `link` the round trip to each is measured, too.
+    """
 
     def ask(goal: Target) -> Answer:
         try:
             facts = goal.facts(sample=SAMPLE)
-            return Answer(goal, facts, tuple(rows(goal, facts, name, run_id)))
+            found = tuple(rows(goal, facts, name, run_id))
+            there = link and not goal.host.is_local
+            return Answer(goal, facts, found, round_trip=details.round_trip(goal.host) if there else None)
         except DeployError as error:
             return Answer(goal, error=str(error))
 
     if len(goals) == 1:  # in this thread: its Ctrl-C ends the asking at once
-        facts = goals[0].facts(sample=SAMPLE)
-        return [Answer(goals[0], facts, tuple(rows(goals[0], facts, name, run_id)))]
-    with concurrent.futures.ThreadPoolExecutor(len(goals)) as pool:
-        return list(pool.map(ask, goals))
+        yield [ask(goals[0])]
+        return
+    answers: queue.Queue[tuple[int, Answer | BaseException]] = queue.Queue()
+
+    def asked(place: int, goal: Target) -> None:
+        try:
+            answers.put((place, ask(goal)))
+        except BaseException as error:  # a mistake of ours must end the command, not make it wait for ever
+            answers.put((place, error))
+
+    for place, goal in enumerate(goals):  # daemons: a host that hangs does not keep Ctrl-C waiting
+        threading.Thread(target=asked, args=(place, goal), daemon=True).start()
+    deadline = time.monotonic() + PATIENCE
+    missing, batch = len(goals), dict[int, Answer]()
+    while missing:
+        patience = max(0.0, deadline - time.monotonic())
+        try:
+            place, found = answers.get(timeout=patience if batch or patience else None)
+        except queue.Empty:
+            if batch:
+                yield [batch[place] for place in sorted(batch)]
+                batch = {}
+            continue
+        if isinstance(found, BaseException):
+            raise found
+        missing -= 1
+        batch[place] = found
+        if not missing or not patience:
+            yield [batch[place] for place in sorted(batch)]
+            batch = {}
+
+
+def as_json(found: Iterable[Answer]) -> list[dict[str, Any]]:
+    """A row for each run, and one of host and error alone for a host that did not answer."""
+    rows: list[dict[str, Any]] = []
+    for answer in found:
+        rows += [{**dataclasses.asdict(row), "round_trip": answer.round_trip} for row in answer.rows]
+        if answer.error:
+            rows.append({"host": answer.goal.settings.name, "error": answer.error})
+    return rows
 
 
 def check_known(found: Sequence[Answer], name: str | None, run_id: str | None) -> None:

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from deploy import evidence_lines as evidence
 from deploy import mask
+from deploy.health import cut
 from deploy.overview import Row
 from deploy.sizes import age, size
 
-_COLOURS = {
+COLOURS = {
     "training": "32", "checkpointing": "32", "finished": "32",
     "starting": "36", "loading": "36", "compiling": "36",
     "silent": "33", "slow": "33",
@@ -41,26 +43,28 @@ def under_way(words: Mapping[str, Any]) -> str:
     return f"a {words.get('what', 'switch')} by {words.get('by', 'somebody')}{when}"
 
 
-def status(rows: Sequence[Row], colour: bool = False) -> str:
-    """One line per run; under it, links and drift if there are any."""
+def status(rows: Sequence[Row], colour: bool = False, verbose: bool = False) -> str:
+    """One line per run; under it, links and drift if there are any, and with `verbose` the evidence."""
     lines = []
     names = max((len(row.run_id) for row in rows), default=0)
     words = max((len(row.verdict) for row in rows), default=0)
     for row in rows:
         word = f"{row.verdict:<{words}}"
-        if colour and row.verdict in _COLOURS:
-            word = f"\x1b[{_COLOURS[row.verdict]}m{word}\x1b[0m"
-        lines.append("  ".join([f"{row.host}  {row.run_id:<{names}}  {word}", *_figures(row)]))
+        if colour and row.verdict in COLOURS:
+            word = f"\x1b[{COLOURS[row.verdict]}m{word}\x1b[0m"
+        lines.append("  ".join([f"{row.host}  {row.run_id:<{names}}  {word}", *figures(row)]))
         lines += [f"    {key}: {value}" for key, value in row.links.items()]
         if row.drift:
             lines.append("    drift: the run differs from what is rendered now; fab restart applies it")
             lines += [f"      {difference}" for difference in row.drift]
+        if verbose:
+            lines += [f"    {line}" for line in evidence.lines(row)]
         if row.next_command:
             lines.append(f"    next: {row.next_command}")
     return "\n".join(lines)
 
 
-def _figures(row: Row) -> Iterable[str]:
+def figures(row: Row) -> Iterable[str]:
     """The evidence, and the figures that it does not name already."""
     step = f"step {row.step}/{row.total}" if row.total else f"step {row.step}"
     if step not in row.reason and (row.total or row.step):
@@ -71,8 +75,39 @@ def _figures(row: Row) -> Iterable[str]:
             yield f"last step {age(row.step_age)} ago"
     if row.reason:
         yield row.reason
+    if row.eta is not None:
+        yield f"ETA {age(row.eta)}"
+    share = (row.reference or {}).get("share")
+    if row.reference and share is not None and "reference" not in row.reason:
+        yield f"{100 * share:.0f} % of {cut(row.reference['run_id'], 80)}"
+    if row.gpus:
+        yield gpus(row.gpus)
     if row.memory:
-        yield f"mem {size(row.memory)}"
+        yield f"mem {size(row.memory)}{_extremes(row)}"
+
+
+def _extremes(row: Row) -> str:
+    parts = [("min", row.memory_min), ("peak", row.memory_peak)]
+    found = [f"{word} {size(value)}" for word, value in parts if value]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def gpus(found: Sequence[Mapping[str, Any]]) -> str:
+    """``GPU 3 97 %, 61 of 80 GB``; of several how far apart they are: ``8 GPUs 91-99 %, 58-61 of 80 GB``."""
+    busy = [value for gpu in found if (value := gpu.get("utilization")) is not None]
+    used = [value for gpu in found if (value := gpu.get("memory_used")) is not None]
+    total = [value for gpu in found if (value := gpu.get("memory_total"))]
+    words = f"GPU {found[0].get('index')}" if len(found) == 1 else f"{len(found)} GPUs"
+    if busy:
+        words += f" {_span(f'{min(busy):.0f}', f'{max(busy):.0f}')} %"
+    if used:
+        words += f", {_span(size(min(used)), size(max(used)))}"
+        words += f" of {size(max(total))}" if total else ""
+    return words
+
+
+def _span(least: str, most: str) -> str:
+    return least if least == most else f"{least}–{most}"
 
 
 def runs(found: Sequence[Mapping[str, Any]], now: float) -> str:

@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from deploy import onhost
@@ -101,7 +101,9 @@ def listening(
         onhost.close(process, END)
 
 
-def values(host: Host, function: str, *arguments: Any, note: Note = to_stderr) -> Iterator[dict[str, Any]]:
+def values(
+    host: Host, function: str, *arguments: Any, note: Note = to_stderr
+) -> Generator[dict[str, Any], None, None]:
     """The JSON objects, one a line, of a function on `host`; from its beginning again after a loss."""
     with listening(host, lambda: onhost.open(host, function, *arguments), note) as step:
         rest = b""

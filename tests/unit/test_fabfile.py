@@ -13,8 +13,8 @@ from invoke import Collection
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = [
-    "bootstrap", "deploy", "diff", "plan", "prune", "pull", "render", "restart", "rollback", "runs",
-    "start", "status", "stop", "tail",
+    "bootstrap", "compare", "deploy", "diff", "plan", "prune", "pull", "reference", "render", "restart",
+    "rollback", "runs", "start", "status", "stop", "tail", "watch",
 ]  # fmt: skip
 
 
