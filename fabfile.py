@@ -68,6 +68,7 @@ HELP = {
     "plot": "write a picture to this PNG file",
     "clear": "take the reference of the name away",
     "interval": "seconds between two refreshes (default 2)",
+    "pid": "one process of the host, whoever started it (default: every Python process of the run)",
 }
 
 
@@ -755,6 +756,35 @@ def pull(
     goal = target.one(host, ROOT, accept_new_host_key)
     name = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
     print(actions.pull(goal, name, run_id, what, Path(out), say))
+    return None
+
+
+@menu()
+def stacks(
+    context: Context,
+    host: str | None = None,
+    run: str | None = None,
+    name: str | None = None,
+    run_id: str | None = None,
+    pid: str | None = None,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """The Python stacks of a run: who is where, and what all wait for."""
+    from deploy import actions, target
+    from deploy import stacks as stack
+
+    number = None if pid is None else whole("--pid", pid)
+    if number is not None and (run or name or run_id):
+        raise DeployError("--pid names a process; give no --run, --name or --run-id beside it", code=USAGE)
+    goal = target.one(host, ROOT, accept_new_host_key)
+    if number is None:
+        name = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
+    told = stack.look(goal, name, run_id, number)
+    if json:
+        return show(stack.to_json(told))
+    print(here(stack.text(told)), flush=True)
     return None
 
 

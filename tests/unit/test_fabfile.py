@@ -14,7 +14,7 @@ from invoke import Collection
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = [
     "bootstrap", "compare", "deploy", "diff", "plan", "prune", "pull", "reference", "render", "restart",
-    "rollback", "runs", "start", "status", "stop", "tail", "watch",
+    "rollback", "runs", "stacks", "start", "status", "stop", "tail", "watch",
 ]  # fmt: skip
 
 
