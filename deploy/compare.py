@@ -93,7 +93,9 @@ def compare(a: Figures, b: Figures, labels: tuple[str, str]) -> Comparison:
             f"steps differ in size ({sizes[0]:,.0f} and {sizes[1]:,.0f} tokens): times are per 1,000 tokens"
         )
     headline = _headline(a, b, labels, phases, unit)
-    return Comparison(labels, a, b, unit, tuple(phases), tuple(differences(a, b)), headline, tuple(notes))
+    return Comparison(
+        labels, a, b, unit, tuple(phases), tuple(differences(a, b)), headline, tuple(dict.fromkeys(notes))
+    )
 
 
 def _phases(one: Figures, scale: float) -> dict[str, float]:
@@ -239,7 +241,7 @@ def text(made: Comparison) -> str:
     row("logged for", (a.get("seconds"), b.get("seconds")), age)
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     shown = [made.headline, ""]
-    for line in lines:
+    for line in lines if len(lines) > 1 else ():
         cells = [
             f"{line[0]:<{widths[0]}}",
             *(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True)),

@@ -241,7 +241,7 @@ def everywhere(
             raise found
         missing -= 1
         batch[place] = found
-        if not missing or not patience:
+        if not missing:
             yield [batch[place] for place in sorted(batch)]
             batch = {}
 
