@@ -59,6 +59,8 @@ HELP = {
     "what": "checkpoint (default), events, log or run",
     "keep": "how many releases and runs of each name stay",
     "yes": "do not ask",
+    "pid": "one process of the host, whoever started it (default: every Python process of the run)",
+    "flush": "ask the process to write it (Python 3.14 and later)",
     "verbose": "the evidence behind each verdict",
     "watch": "refresh in place until Ctrl-C; without a terminal, print once per interval",
     "before": "a run, like 0007-demo, or a name (its newest run); of another host HOST:RUN",
@@ -68,7 +70,6 @@ HELP = {
     "plot": "write a picture to this PNG file",
     "clear": "take the reference of the name away",
     "interval": "seconds between two refreshes (default 2)",
-    "pid": "one process of the host, whoever started it (default: every Python process of the run)",
 }
 
 
@@ -757,6 +758,47 @@ def pull(
     name = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
     print(actions.pull(goal, name, run_id, what, Path(out), say))
     return None
+
+
+@menu()
+def peek(
+    context: Context,
+    host: str | None = None,
+    run: str | None = None,
+    name: str | None = None,
+    run_id: str | None = None,
+    pid: str | None = None,
+    flush: bool = False,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """What a silent Python process has printed, but not yet written."""
+    from deploy import actions, target
+    from deploy import peek as peeking
+
+    number = None if pid is None else whole("--pid", pid)
+    if number is not None and (run or name or run_id):
+        raise DeployError("--pid names a process; give no --run, --name or --run-id beside it", code=USAGE)
+    goal = target.one(host, ROOT, accept_new_host_key)
+    if number is None:
+        named = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
+        pids = peeking.pids(goal.facts(), goal.settings.name, named, run_id)
+    else:
+        pids = [number]
+    found = peeking.look(goal.host, pids)
+    peeking.check(goal.settings.name, found, number)
+    told = peeking.flush(goal.host, found) if flush else []
+    if json:
+        answers = [{"pid": one, "said": words, "done": done} for one, words, done in told]
+        show({"processes": [peeking.to_json(one) for one in found], "flush": answers if flush else None})
+    else:
+        print(here(peeking.text(found)), flush=True)
+        for _, words, _ in told:
+            say(words)
+        if flush and not told:
+            say("nothing is held back, so nothing was asked")
+    return int(any(not done for _, _, done in told))
 
 
 @menu()

@@ -13,8 +13,8 @@ from invoke import Collection
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = [
-    "bootstrap", "compare", "deploy", "diff", "plan", "prune", "pull", "reference", "render", "restart",
-    "rollback", "runs", "stacks", "start", "status", "stop", "tail", "watch",
+    "bootstrap", "compare", "deploy", "diff", "peek", "plan", "prune", "pull", "reference", "render",
+    "restart", "rollback", "runs", "stacks", "start", "status", "stop", "tail", "watch",
 ]  # fmt: skip
 
 
