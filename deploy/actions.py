@@ -249,7 +249,8 @@ def _free(
         if not (facts["switch"].get(name) or facts["locks"].get(name)) or not lock_wait.left:
             return facts
         if not told:
-            progress(f"another deploy of {name} is under way; waiting up to {lock_wait.seconds:g} s")
+            holder = switching or facts["locks"][name]
+            progress(f"{lock.sentence(goal.host, name, holder)}; waiting up to {lock_wait.seconds:g} s")
             told = True
         time.sleep(0.5)
 

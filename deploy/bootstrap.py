@@ -16,28 +16,24 @@ the same program), so a host that has one family gets what it lacks from that on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.errors import DeployError
-from deploy.host import Host, HostError
+from deploy import installing
+from deploy.host import Host
+from deploy.installing import Report, Step
 
 ENGINE = (20, 10)
 COMPOSE = (2, 17)
 PYTHON = (3, 9)
 LOOK_TIMEOUT = 30.0  # seconds
-STEP_TIMEOUT = 1800.0  # seconds, for one command; a slow mirror takes its time
 PROGRAMS = ("python3", "docker", "tini", "rsync", "apt-get", "systemctl", "nvidia-smi", "nvidia-ctk")
-DOCKER_KEY = "/etc/apt/keyrings/docker.asc"
-DOCKER_SOURCES = "/etc/apt/sources.list.d/docker.sources"
 TOOLKIT_PAGE = "https://docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/install-guide.html"
 CONFIGURE_TOOLKIT = (
     "nvidia-ctk runtime configure --runtime=docker && systemctl restart docker "
     "(a restart of the engine ends containers unless live-restore is on)"
 )
-
-Report = Callable[[str], None]
 
 # One line for each answer: key, tab, value. Whatever is missing gives no line, or an empty value.
 LOOK = r"""
@@ -54,11 +50,16 @@ for program in python3 docker tini rsync apt-get systemctl nvidia-smi nvidia-ctk
 done
 say python "$(brief python3 -c 'import sys; print(".".join(map(str, sys.version_info[:3])))' 2>/dev/null)"
 say architecture "$(dpkg --print-architecture 2>/dev/null)"
-for package in docker.io docker-ce; do
+for package in docker.io docker-ce docker-cli docker-ce-cli ca-certificates; do
   case "$(dpkg-query -W -f '${Status}' "$package" 2>/dev/null)" in
     *' installed') say "package.$package" yes;;
   esac
 done
+all="docker-ce docker-ce-cli docker.io docker-cli"
+say unfinished "$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' $all 2>/dev/null |
+  while read -r state package; do case "$state" in (unpacked|half-*) printf '%s ' "$package";; esac; done)"
+say docker_source "$(grep -lsE '^[^#]*download\.docker\.com' \
+  /etc/apt/sources.list /etc/apt/sources.list.d/*.list /etc/apt/sources.list.d/*.sources | head -n 1)"
 if command -v docker >/dev/null 2>&1; then
   if answer=$(brief docker version --format '{{.Server.Version}}' 2>&1); then say engine "$answer"
   else say engine_error "$(printf %s "$answer" | tail -n 1)"; fi
@@ -77,20 +78,6 @@ for file in /etc/cdi/nvidia.yaml /etc/cdi/nvidia.json /var/run/cdi/nvidia.yaml; 
 done
 exit 0
 """
-
-
-@dataclass(frozen=True)
-class Step:
-    """One command, as root."""
-
-    argv: tuple[str, ...]
-    input: bytes = b""
-
-    def __str__(self) -> str:
-        from deploy.render import shell
-
-        words = " ".join(shell(word) for word in self.argv if word != "DEBIAN_FRONTEND=noninteractive")
-        return words.removeprefix("env ")
 
 
 @dataclass(frozen=True)
@@ -193,7 +180,10 @@ def decide(host: str, seen: Mapping[str, Any], *, engine: bool = True) -> Bootst
             host, system, tuple(making.there), advice=tuple(making.advice), blocked=tuple(making.blocked)
         )
     installs = [", ".join(making.packages)] if making.packages else []
-    if making.docker_repository:
+    if making.docker_repository and seen.get("docker_source"):
+        making.docker_repository = False
+        installs.append(f"from Docker's own apt repository, which {seen['docker_source']} has already")
+    elif making.docker_repository:
         installs.append(
             f"from Docker's own apt repository, download.docker.com, which is added: "
             f"{seen.get('pretty') or 'this Debian'} has no package of Compose v2"
@@ -203,7 +193,7 @@ def decide(host: str, seen: Mapping[str, Any], *, engine: bool = True) -> Bootst
         system,
         tuple(making.there),
         tuple(installs),
-        tuple(_steps(seen, making)),
+        installing.steps(seen, making.packages, making.docker_repository, making.after),
         tuple(making.advice),
         tuple(making.blocked),
     )
@@ -231,8 +221,12 @@ def _engine(host: str, seen: Mapping[str, Any], making: _Making) -> None:
         if "docker.io" in seen["package"]
         else ""
     )
-    if not answers and not client and not family:
-        _install_engine(seen, making)
+    # What an installation that broke off has left is gone on with.
+    parts = (seen.get("unfinished") or "").split()
+    if not family:
+        parts += [name for name in ("docker-ce-cli", "docker-cli") if name in seen["package"]]
+    if not answers and (parts or (not client and not family)):
+        _install_engine(seen, making, any(name.startswith("docker-ce") for name in parts))
         return
     if not answers:
         _silent_engine(host, seen, making, family)
@@ -276,8 +270,9 @@ def _silent_engine(host: str, seen: Mapping[str, Any], making: _Making, family: 
         )
 
 
-def _install_engine(seen: Mapping[str, Any], making: _Making) -> None:
-    which = _family(seen)
+def _install_engine(seen: Mapping[str, Any], making: _Making, dockers: bool = False) -> None:
+    """Engine and Compose; `dockers`: Docker's own packages, whatever the distribution has."""
+    which = "" if dockers else _family(seen)
     if which == "ubuntu":
         making.packages += ["docker.io", "docker-compose-v2", "docker-buildx"]
     elif which == "debian":
@@ -376,48 +371,12 @@ def _can_install(host: str, seen: Mapping[str, Any], making: _Making) -> bool:
     return True
 
 
-def _steps(seen: Mapping[str, Any], making: _Making) -> list[Step]:
-    steps: list[Step] = []
-    apt = ("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-o", "DPkg::Lock::Timeout=300")
-    install = (*apt, "install", "-y", "--no-install-recommends")
-    if making.packages:
-        steps.append(Step((*apt, "update")))
-    if making.docker_repository:
-        sources = (
-            f"Types: deb\nURIs: https://download.docker.com/linux/{seen['id']}\n"
-            f"Suites: {seen.get('codename')}\nComponents: stable\n"
-            f"Architectures: {seen.get('architecture')}\nSigned-By: {DOCKER_KEY}\n"
-        )
-        steps += [
-            Step((*install, "ca-certificates", "curl")),
-            Step(("install", "-m", "0755", "-d", "/etc/apt/keyrings")),
-            Step(("curl", "-fsSL", f"https://download.docker.com/linux/{seen['id']}/gpg", "-o", DOCKER_KEY)),
-            Step(("chmod", "a+r", DOCKER_KEY)),
-            Step(("tee", DOCKER_SOURCES), sources.encode()),
-            Step((*apt, "update")),
-        ]
-    if making.packages:
-        steps.append(Step((*install, *making.packages)))
-    steps += making.after
-    if seen.get("uid") != "0":
-        steps = [Step(("sudo", "-n", *step.argv), step.input) for step in steps]
-    return steps
-
-
 # -- acting ------------------------------------------------------------------------------------------------
 
 
-def carry_out(made: Bootstrap, host: Host, report: Report) -> None:
-    """Run the steps, in order. Raises DeployError at the first that fails, with its last words."""
-    for number, step in enumerate(made.steps, 1):
-        report(f"[{number}/{len(made.steps)}] {step}")
-        try:
-            host.run(list(step.argv), timeout=STEP_TIMEOUT, input=step.input or None)
-        except HostError as error:
-            raise DeployError(
-                f"{error}; {number - 1} of {len(made.steps)} steps were done, and fab bootstrap goes on with "
-                "the rest"
-            ) from None
+def carry_out(made: Bootstrap, host: Host, report: Report, **patience: float) -> None:
+    """Run the steps, in order: see `installing.carry_out`."""
+    installing.carry_out(made.steps, host, report, **patience)
 
 
 def missing(seen: Mapping[str, Any], *, engine: bool = True) -> Sequence[str]:

@@ -1,71 +1,31 @@
 """The tasks against another machine, by SSH: one with nothing but Python (the process runtime there)."""
 
-# ruff: noqa: E501  (whole sentences, as people read them)
-
 from __future__ import annotations
 
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from deployed import CHECKOUT, until
-from fabbed import COUNTING, FAB
+from deployed import until
+from fabbed import COUNTING
+from far import Far
 from testbed.gpubox import GpuBox
-
-from trainer import status
 
 pytestmark = [pytest.mark.root, pytest.mark.sshd, pytest.mark.slow]
 
 
-class Remote:
-    """A project whose host is the box."""
-
-    def __init__(self, box: GpuBox, root: Path, runtime: str = "process") -> None:
-        self.box = box
-        self.root = box.project(root, runtime=runtime, state=str(box.directory / "state" / root.parent.name))
-        self.state = box.directory / "state" / root.parent.name
-        for file in (self.root / "runs").iterdir():
-            file.unlink()
-
-    def file(self, text: str, stem: str = "demo") -> None:
-        (self.root / "runs" / f"{stem}.yaml").write_text(
-            text.replace("- python\n", f"- {FAB[0][:-3]}python\n")
-        )
-
-    def run(self, *words: str, timeout: float = 180, **more: str) -> subprocess.CompletedProcess[str]:
-        own = {
-            **self.box.environment,
-            "PYTHONPATH": str(CHECKOUT),
-            "PATH": f"{Path(FAB[0]).parent}:{os.environ['PATH']}",
-            "DRAFTHOUSE_STATE": str(self.root / "local-state"),
-            "DRAFTHOUSE_SHM": str(self.root / "local-shm"),
-        }
-        return subprocess.run([*FAB, *words], cwd=self.root, env={**os.environ, **own, **more}, stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, timeout=timeout)  # fmt: skip
-
-    def ok(self, *words: str, **more: str) -> str:
-        done = self.run(*words, **more)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    @property
-    def runs(self) -> list[status.RunDir]:
-        return status.list_runs(self.state / "runs")
-
-
 @pytest.fixture
-def remote(gpubox: GpuBox, tmp_path: Path) -> Remote:
-    made = Remote(gpubox, tmp_path / "project")
+def remote(gpubox: GpuBox, tmp_path: Path) -> Far:
+    made = Far(gpubox, tmp_path / "project")
     made.file(COUNTING)
     yield made
     made.run("stop", "--host", "gpu-box", "--no-checkpoint")
 
 
-def test_the_life_of_a_name_on_another_machine(remote: Remote) -> None:
+def test_the_life_of_a_name_on_another_machine(remote: Far) -> None:
     here = ("--host", "gpu-box")
     planned = remote.ok("plan", *here)
     assert remote.ok("deploy", *here, "--no-follow") == planned
@@ -86,7 +46,7 @@ def test_the_life_of_a_name_on_another_machine(remote: Remote) -> None:
     assert json.loads(remote.ok("status", *here, "--json"))[0]["drift"] != []  # the file says two
 
 
-def test_what_a_run_left_is_brought_home_and_goes_on_where_it_broke_off(remote: Remote) -> None:
+def test_what_a_run_left_is_brought_home_and_goes_on_where_it_broke_off(remote: Far) -> None:
     here = ("--host", "gpu-box")
     remote.ok("deploy", *here, "--no-follow")
     remote.ok("stop", *here)
@@ -108,7 +68,7 @@ def test_what_a_run_left_is_brought_home_and_goes_on_where_it_broke_off(remote: 
     assert (home / "0001-demo-step-00000010" / "drafter.safetensors").read_bytes() == data
 
 
-def test_a_partial_file_that_is_not_the_beginning_of_the_real_one_is_fetched_anew(remote: Remote) -> None:
+def test_a_partial_file_that_is_not_the_beginning_of_the_real_one_is_fetched_anew(remote: Far) -> None:
     here = ("--host", "gpu-box")
     remote.ok("deploy", *here, "--no-follow")
     step = remote.state / "names" / "demo" / "checkpoints" / "0001-demo" / "step-00000010"
@@ -123,7 +83,7 @@ def test_a_partial_file_that_is_not_the_beginning_of_the_real_one_is_fetched_ane
 
 
 def test_hosts_side_by_side_are_told_apart_and_one_that_cannot_be_reached_stops_no_other(
-    remote: Remote,
+    remote: Far,
 ) -> None:
     settings = yaml.safe_load((remote.root / "fabric.yaml").read_text())
     hosts = settings["drafthouse"]["hosts"]
@@ -143,7 +103,7 @@ def test_hosts_side_by_side_are_told_apart_and_one_that_cannot_be_reached_stops_
     assert "gone" in shown.stderr
 
 
-def test_prune_removes_on_the_host_what_nothing_needs(remote: Remote) -> None:
+def test_prune_removes_on_the_host_what_nothing_needs(remote: Far) -> None:
     here = ("--host", "gpu-box")
     for greeting in ("one", "two", "three"):
         remote.file(COUNTING.replace("hello", greeting))
@@ -154,21 +114,19 @@ def test_prune_removes_on_the_host_what_nothing_needs(remote: Remote) -> None:
     assert remote.ok("prune", *here, "--keep", "1", "--yes") == "nothing to prune on gpu-box\n"
 
 
-def test_bootstrap_looks_with_a_shell_only_and_says_what_it_would_run(remote: Remote) -> None:
+def test_bootstrap_looks_with_a_shell_only_and_says_what_it_would_run(remote: Far) -> None:
     shown = json.loads(remote.ok("bootstrap", "--host", "gpu-box", "--dry-run", "--json"))
     assert shown["host"] == "gpu-box"
     assert any(text.startswith("python3 3.") for text in shown["there"])
 
 
 @pytest.mark.engine
+@pytest.mark.program("tini", "rsync")
 def test_bootstrap_changes_nothing_where_all_is_there(docker_box: GpuBox, tmp_path: Path) -> None:
-    remote = Remote(docker_box, tmp_path / "project", runtime="auto")
+    remote = Far(docker_box, tmp_path / "project", runtime="auto")
     found = json.loads(remote.run("bootstrap", "--host", "gpu-box", "--dry-run", "--json").stdout)
     there = " ".join(found["there"])
     assert "Docker Engine" in there
     assert "Compose" in there
-    missing = {"tini", "rsync"} - set(found["there"])
-    if missing:
-        pytest.skip(f"this machine has no {' and no '.join(missing)}")
     assert (found["steps"], found["blocked"]) == ([], [])
     assert remote.ok("bootstrap", "--host", "gpu-box").splitlines()[-1] == "  nothing to do"

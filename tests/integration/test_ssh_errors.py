@@ -77,6 +77,26 @@ def test_a_machine_to_which_no_way_leads(gpubox, no_route):
     assert "VPN or a ProxyJump" in sentence
 
 
+@pytest.fixture
+def dropped(gpubox: GpuBox) -> Iterator[str]:
+    """An address whose packets reach the box's network, and go no further: as behind a strict firewall."""
+    address = "10.231.255.2"
+    inside = ["ip", "-n", gpubox.namespace, "route"]
+    subprocess.run([*inside, "add", "blackhole", f"{address}/32"], check=True)
+    subprocess.run(["ip", "route", "add", f"{address}/32", "via", gpubox.address], check=True)
+    yield address
+    subprocess.run(["ip", "route", "del", f"{address}/32"], check=True)
+    subprocess.run([*inside, "del", f"{address}/32"], check=True)
+
+
+def test_a_machine_whose_firewall_drops_what_is_sent_to_it(gpubox, dropped):
+    sentence = why(gpubox.alias("dropped", HostName=dropped))
+    assert sentence == (
+        f"dropped: {dropped} port 22 cannot be reached (connection timed out); look whether it is up, and "
+        "whether a VPN or a ProxyJump is needed"
+    )
+
+
 @pytest.mark.slow
 def test_a_machine_that_takes_the_connection_and_says_nothing(gpubox):
     with socket.create_server(("127.0.0.1", 0)) as server:

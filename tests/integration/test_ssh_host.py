@@ -209,11 +209,11 @@ def test_what_the_login_prints_is_not_taken_for_the_commands_output(box, gpubox)
         assert (process.stdout.read(), process.stderr.read()) == (b"out\n", b"err\n")
 
 
-@pytest.mark.parametrize("shell", ["fish", "tcsh", "dash"])
+@pytest.mark.parametrize(
+    "shell", [pytest.param(name, marks=pytest.mark.program(name)) for name in ("fish", "tcsh", "dash")]
+)
 def test_a_login_shell_with_a_syntax_of_its_own_does_not_matter(gpubox, fresh, shell):
     program = shutil.which(shell)
-    if program is None:
-        pytest.skip(f"{shell} is not on this machine: python3 -m tests.testbed install")
     host = Ssh(gpubox.alias(f"with-{shell}", User=gpubox.user(shell, program)))
     fresh.append(host)
     result = host.run(python(SHOW, *WORDS), timeout=30, env={"V": "".join(WORDS)})
@@ -636,9 +636,8 @@ def test_local_and_ssh_leave_the_same_files(box, there):
 
 
 @pytest.mark.usefixtures("noisy")
+@pytest.mark.program("rsync")
 def test_rsync_reaches_the_host_whatever_its_login_prints(box, there, tmp_path):
-    if shutil.which("rsync") is None:
-        pytest.skip("rsync is not on this machine: python3 -m tests.testbed install")
     (tmp_path / "big").write_bytes(os.urandom(1_000_000))
     rsync = ["rsync", "-a", "-e", box.rsync_shell()]
     subprocess.run([*rsync, str(tmp_path / "big"), f"whatever:{there}/a b"], check=True, timeout=60)

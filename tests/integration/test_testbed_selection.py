@@ -21,7 +21,9 @@ def suite(tmp_path: Path) -> Path:
         "selection.REASONS = {'engine': lambda: 'there is no engine', 'root': lambda: None}\n"
         "pytest_plugins = ['testbed.selection']\n"
     )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  engine:\n  root:\n  slow:\n  timeout:\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n  engine:\n  root:\n  slow:\n  timeout:\n  program:\n"
+    )
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
         "def test_plain(): pass\n"
@@ -97,6 +99,22 @@ def test_a_skip_inside_a_test_counts_as_left_out(suite: Path) -> None:
     done = run(suite, "test_skips.py", strict=True)
     assert done.returncode == 1
     assert "no such file:\n  test_skips.py::test_sometimes" in done.stdout
+
+
+def test_a_program_that_is_missing_leaves_its_tests_out(suite: Path) -> None:
+    (suite / "test_programs.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.program('sh', 'no-such-program')\n"
+        "def test_without(): assert False, 'must not run'\n"
+        "@pytest.mark.program('sh')\n"
+        "def test_with(): pass\n"
+    )
+    done = run(suite, "test_programs.py", strict=True)
+    assert done.returncode == 1
+    assert "1 passed, 1 deselected" in done.stdout
+    assert (
+        "no-such-program is missing (as root: make testbed):\n  test_programs.py::test_without" in done.stdout
+    )
 
 
 def test_asking_only_for_what_the_machine_lacks_is_no_failure(suite: Path) -> None:

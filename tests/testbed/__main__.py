@@ -37,6 +37,7 @@ def doctor() -> int:
         "engine": needs.why_no_engine(),
         "sshd": needs.why_no_sshd(),
         "boot": needs.why_no_boot(),
+        "bare": needs.why_no_bare(),
     }
     for part, why in parts.items():
         print(f"{part:8}{why or 'yes'}")

@@ -6,6 +6,7 @@ Dockerfile's default) is that with Python. So the product's Dockerfile is built 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -51,6 +52,13 @@ def provide(docker: list[str]) -> None:
 def debian_tarball() -> Path:
     """The root file system of a minimal Debian, kept in the work directory between sessions."""
     tarball = work_directory() / f"debian-{_digest('debian', *_SLIM)}.tar"
+    with open(tarball.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may be at it
+        _make_tarball(tarball)
+    return tarball
+
+
+def _make_tarball(tarball: Path) -> None:
     if not tarball.exists():
         partial = tarball.with_suffix(".partial.tar")
         quiet = '--aptopt=Acquire::Languages "none"'
@@ -63,7 +71,6 @@ def debian_tarball() -> Path:
                 env={"TMPDIR": temporary},
             )
         partial.rename(tarball)
-    return tarball
 
 
 def torch_wheels() -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from . import base_image
+from .bare import BareMachines
 from .docker import Compose, Docker
 from .engine import running
 from .gpubox import GpuBox
@@ -98,6 +99,19 @@ def docker_box(engine: Docker) -> Iterator[GpuBox]:
         yield box
     finally:
         box.stop()
+
+
+@pytest.fixture(scope="module")
+def bare_machines(
+    testbed_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[BareMachines]:
+    """Debian machines with next to nothing on them, to be thrown away. Mark the test `bare`."""
+    site = BareMachines(tmp_path_factory.mktemp("bare"))
+    site.start()
+    try:
+        yield site
+    finally:
+        site.stop()
 
 
 @pytest.fixture(scope="session")

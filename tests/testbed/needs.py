@@ -25,6 +25,16 @@ SSHD = {
     "ip": "iproute2",  # the gpu-box's own address
 }
 BOOT = {"/lib/systemd/systemd": "systemd", "systemctl": "systemd", "crontab": "cron"}
+BARE = {
+    "mmdebstrap": "mmdebstrap",
+    "/usr/sbin/sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ip": "iproute2",
+    "nsenter": "util-linux",
+    "openssl": "openssl",
+    "gpg": "gnupg",
+    "gpg-agent": "gnupg",
+}
 # Without these the product is tested in part only: its fallbacks, no login shell but bash, no C program.
 # (g++ brings libc's headers along, which gcc only recommends.)
 ALWAYS = {"tini": "tini", "rsync": "rsync", "fish": "fish", "tcsh": "tcsh", "cc": "g++"}
@@ -60,6 +70,18 @@ def why_no_boot() -> str | None:
     return _missing(BOOT)
 
 
+def why_no_bare() -> str | None:
+    """Why tests marked `bare` cannot run here; None if they can."""
+    if os.geteuid() != 0:
+        return "bare machines live in namespaces, which takes root"
+    return _missing(BARE)
+
+
+def why_no_program(names: tuple[str, ...]) -> str | None:
+    """Why tests marked `program(NAME, …)` cannot run here; None if they can."""
+    return _missing(dict.fromkeys(names, ""))
+
+
 def _missing(commands: dict[str, str]) -> str | None:
     missing = lacking(commands)
     if not missing:
@@ -69,7 +91,7 @@ def _missing(commands: dict[str, str]) -> str | None:
 
 def install() -> list[str]:
     """Install by apt what is missing; returns the packages. Raises TestbedError if that cannot be done."""
-    everything = {**ENGINE, **SSHD, **BOOT, **ALWAYS}
+    everything = {**ENGINE, **SSHD, **BOOT, **BARE, **ALWAYS}
     packages = sorted({everything[command] for command in lacking(everything)})
     if not packages:
         return []

@@ -23,6 +23,7 @@ REASONS = {
     "engine": needs.why_no_engine,
     "sshd": needs.why_no_sshd,
     "boot": needs.why_no_boot,
+    "bare": needs.why_no_bare,
 }
 
 
@@ -49,6 +50,8 @@ class Selection:
             if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(SETUP_SECONDS))
             reason = next((lacking[mark.name] for mark in item.iter_markers() if mark.name in lacking), None)
+            for mark in item.iter_markers("program"):
+                reason = reason or needs.why_no_program(mark.args)
             if reason is not None:
                 items.remove(item)
                 dropped.append(item)

@@ -21,6 +21,9 @@ SYSTEMS = {
 DOCKERS = ["docker-ce", "docker-ce-cli", "containerd.io", "docker-buildx-plugin", "docker-compose-plugin"]
 DEBIANS = ["docker.io", "docker-cli", "docker-compose", "docker-buildx"]
 UBUNTUS = ["docker.io", "docker-compose-v2", "docker-buildx"]
+INSTALL = (
+    "apt-get -o Dpkg::Options::=--force-confold install -y --no-install-recommends --no-upgrade --no-remove"
+)
 ALL = {
     "program": {"apt-get": "/a", "docker": "/usr/bin/docker", "tini": "/t", "rsync": "/r", "python3": "/p"},
     "package": {"docker.io": "yes"},
@@ -50,10 +53,8 @@ def words(made: bootstrap.Bootstrap) -> list[str]:
 )
 def test_a_bare_host_gets_all_that_a_deploy_needs(system: str, packages: list[str]) -> None:
     made = bootstrap.decide("gpu-box", seen(system))
-    apt = "apt-get -o DPkg::Lock::Timeout=300"
-    install = f"{apt} install -y --no-install-recommends python3 tini rsync {' '.join(packages)}"
-    assert install in words(made)
-    assert words(made)[0] == f"{apt} update"
+    assert f"{INSTALL} python3 tini rsync {' '.join(packages)}" in words(made)
+    assert words(made)[0] == "apt-get update"
     assert words(made)[-1] == "systemctl enable --now docker"
     assert made.blocked == ()
     third_party = any("download.docker.com" in word for word in words(made))
@@ -67,17 +68,49 @@ def test_dockers_own_repository_is_named_before_it_is_added(system: str) -> None
         "install  from Docker's own apt repository, download.docker.com, which is added: "
         f"{SYSTEMS[system]['pretty']} has no package of Compose v2"
     ) in str(made)
-    assert words(made)[2:6] == [
+    key, sources = "/etc/apt/keyrings/docker.asc", "/etc/apt/docker.sources"
+    assert words(made)[1:-2] == [
+        f"{INSTALL} ca-certificates",
         "install -m 0755 -d /etc/apt/keyrings",
-        "curl -fsSL https://download.docker.com/linux/debian/gpg -o /etc/apt/keyrings/docker.asc",
-        "chmod a+r /etc/apt/keyrings/docker.asc",
-        "tee /etc/apt/sources.list.d/docker.sources",
+        f"/usr/lib/apt/apt-helper download-file https://download.docker.com/linux/debian/gpg {key}.new",
+        f"cat {key}.new (must be 9DC8 5822 9FC7 DD38 854A E2D8 8D81 803C 0EBF CD88)",
+        f"chmod 0644 {key}.new",
+        f"mv {key}.new {key}",
+        f"tee {sources}",
+        f"chmod 0644 {sources}",
+        f"apt-get -o Dir::Etc::sourcelist={sources} -o Dir::Etc::sourceparts=- "
+        "-o APT::Get::List-Cleanup=0 -o APT::Update::Error-Mode=any update",
+        f"mv {sources} /etc/apt/sources.list.d/docker.sources",
     ]
-    assert made.steps[5].input.decode() == (
+    assert made.steps[7].input.decode() == (
         "Types: deb\nURIs: https://download.docker.com/linux/debian\n"
         f"Suites: {SYSTEMS[system]['codename']}\nComponents: stable\nArchitectures: amd64\n"
         "Signed-By: /etc/apt/keyrings/docker.asc\n"
     )
+
+
+def test_no_command_asks_or_restarts_or_removes_or_upgrades_what_is_there() -> None:
+    for step in bootstrap.decide("gpu-box", seen("debian 12", uid="1000", sudo="yes")).steps:
+        if "apt-get" in step.argv:
+            start = "sudo -n env LC_ALL=C DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 apt-get "
+            assert " ".join(step.argv).startswith(start)
+        if "install" in step.argv and "apt-get" in step.argv:
+            assert {"--no-remove", "--no-upgrade", "Dpkg::Options::=--force-confold"} < set(step.argv)
+
+
+@pytest.mark.parametrize(
+    ("left", "packages"),
+    [
+        ({"unfinished": "docker-ce docker-ce-cli "}, DOCKERS),
+        ({"package": {"docker-ce-cli": "yes"}}, DOCKERS),
+        ({"package": {"docker-cli": "yes"}}, DEBIANS),
+    ],
+)
+def test_an_installation_that_broke_off_is_gone_on_with(left: dict[str, Any], packages: list[str]) -> None:
+    state = {**ALL, "package": {}, "engine": None, "engine_error": "Cannot connect", **left}
+    made = bootstrap.decide("gpu-box", seen("debian 13", **state))
+    assert f"{INSTALL} {' '.join(packages)}" in words(made)
+    assert made.blocked == ()
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -108,7 +141,7 @@ def test_compose_comes_from_where_the_engine_came_from_and_the_engine_stays(
     system: str, package: str, wanted: list[str]
 ) -> None:
     made = bootstrap.decide("gpu-box", seen(system, **{**ALL, "package": {package: "yes"}, "compose": None}))
-    assert words(made)[-1].endswith(f"--no-install-recommends {' '.join(wanted)}")
+    assert words(made)[-1] == f"{INSTALL} {' '.join(wanted)}"
     repository = any("docker.sources" in word for word in words(made))
     assert repository == (system == "debian 12" and package == "docker.io")
 

@@ -144,11 +144,16 @@ def test_waiting_for_another_deploy_has_one_deadline_for_the_plan_and_for_the_lo
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
     monkeypatch.setattr(lock, "time", clock)
     monkeypatch.setattr(actions, "time", clock)
-    busy = facts(locks={"demo": {"by": "ada@desk"}})
+    busy = facts(locks={"demo": {"by": "ada@desk", "what": "deploy", "since": 0.0}})
     said: list[str] = []
     patience = lock.Patience(10)
-    actions._free(SimpleNamespace(facts=lambda: busy), "demo", patience, said.append)  # type: ignore[arg-type]
-    assert (now, said) == ([110.0], ["another deploy of demo is under way; waiting up to 10 s"])
+    goal = SimpleNamespace(facts=lambda: busy, host=SimpleNamespace(name="box"))
+    clock.strftime, clock.localtime = lambda *_: "1970-01-01 00:00:00", lambda since: since
+    actions._free(goal, "demo", patience, said.append)  # type: ignore[arg-type]
+    assert (now, said) == (
+        [110.0],
+        ["demo on box is locked by ada@desk (deploy, since 1970-01-01 00:00:00); waiting up to 10 s"],
+    )
 
     def hold(host: Any, state: str, name: str, what: str, wait: float, **_: Any) -> Any:
         raise DeployError(f"waited {wait:g} s more")
