@@ -1,4 +1,4 @@
-"""Why apt-get failed: what apt and dpkg print where tests/integration/test_bare_bootstrap.py brings nothing about."""
+"""Why apt-get failed: what apt and dpkg print, beside what test_bare_bootstrap.py brings about."""
 
 # ruff: noqa: E501  (as apt prints them)
 

@@ -1,4 +1,4 @@
-"""deploy/openpgp.py, on packets as RFC 4880 has them. Keys of gpg: tests/integration/test_bare_bootstrap.py."""
+"""deploy/openpgp.py, on packets as RFC 4880 has them. What gpg makes is in test_bare_bootstrap.py."""
 
 from __future__ import annotations
 
