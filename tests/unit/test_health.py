@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy import health_work
 from deploy.health import WORDS, verdict
 
 CASES = sorted((Path(__file__).resolve().parent.parent / "cases").glob("*.json"))
@@ -83,6 +84,95 @@ def test_control_characters_of_a_log_do_not_reach_the_reason():
     assert len(reason) < 300
 
 
+def test_a_slow_run_needs_a_reference_and_enough_steps():
+    slow = case("slow")
+    assert verdict(slow["run"], slow["time"]).word == "slow"
+    slow["run"]["recent"]["tokens_per_second"] = 8100
+    assert verdict(slow["run"], slow["time"]).word == "training"
+    slow = case("slow")
+    slow["run"]["recent"]["steps"] = 5
+    assert verdict(slow["run"], slow["time"]).word == "training"
+    slow["run"]["reference"] = None
+    assert verdict(slow["run"], slow["time"]).word == "training"
+
+
+def test_a_rank_that_finishes_before_the_others_is_not_taken_for_dead():
+    dead = case("stalled-rank-dead")
+    dead["run"]["heartbeats"]["1"]["phase"] = "finishing"
+    assert verdict(dead["run"], dead["time"]).word == "training"
+
+
+def test_a_rank_that_has_just_died_may_be_what_ends_all_of_them():
+    dead = case("stalled-rank-dead")
+    assert verdict(dead["run"], dead["run"]["heartbeats"]["1"]["time"] + 1).word == "training"
+
+
+def test_no_rank_is_called_dead_if_the_processes_could_not_be_read():
+    dead = case("stalled-rank-dead")
+    dead["run"]["processes"] = []
+    assert "is gone" not in verdict(dead["run"], dead["time"] + 600).reason
+
+
+def test_between_two_attempts_the_next_one_is_awaited():
+    run = case("training-second-attempt")["run"]
+    run["launch"]["trainer_pid"] = None
+    found = verdict(run, case("training-second-attempt")["time"])
+    assert found.word == "starting"
+    assert "attempt 2 has ended, the next one is about to start" in found.reason
+
+
+def test_a_device_that_the_machine_does_not_show_any_more_is_lost():
+    lost = case("gpu-lost")
+    lost["run"]["gpus"][0].update(lost=None, error=None, missing=True)
+    found = verdict(lost["run"], lost["time"])
+    assert (found.word, found.next_command) == ("gpu-lost", "fab restart --name demo")
+    assert "this machine does not show it any more" in found.reason
+
+
+def test_a_run_that_failed_on_a_lost_device_says_so():
+    lost, failed = case("gpu-lost"), case("failed-traceback")
+    found = verdict({**failed["run"], "gpus": lost["run"]["gpus"]}, failed["time"])
+    assert found.word == "failed"
+    assert "GPU 1 is lost" in found.reason
+
+
+def test_kills_for_memory_are_told_of_a_run_that_lost_a_process_and_lives():
+    dead = case("stalled-loader-dead")
+    dead["run"]["memory_group"] = {"oom_kills": 2, "limit": 1 << 30}
+    assert "the kernel counts 2 kills for want of memory" in verdict(dead["run"], dead["time"]).reason
+
+
+def test_a_wait_for_a_network_disk_is_named():
+    stalled = case("stalled-socket")
+    for item in stalled["run"]["processes"]:
+        item["wait"] = {"call": "read", "kind": "network disk", "on": ["/data/part-0.arrow"]}
+    assert "for a network disk (its server is away?)" in verdict(stalled["run"], stalled["time"]).reason
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "held"),
+    [
+        (["python3", "train.py"], None, True),
+        (["python3", "-u", "train.py"], None, False),
+        (["python3", "-Wignore", "-Xdev", "-Bu", "train.py"], None, False),
+        (["python3", "train.py", "-u"], None, True),
+        (["python3", "-W", "u", "train.py"], None, True),
+        (["python3", "-c", "x", "-u"], "0", True),
+        (["python3", "train.py"], "1", False),
+        (["python3", "train.py"], "yes", False),
+        (["python3", "train.py"], "", True),
+        (["python3", "-I", "train.py"], "1", True),
+        (["python3", "-Iu", "train.py"], "1", False),
+        (["train"], None, False),
+        ([], None, False),
+    ],
+)
+@pytest.mark.parametrize("stdout", ["pipe:[1]", "/out.txt", "/dev/null", "/dev/pts/1", "socket:[1]", None])
+def test_held_back_output_is_told_from_all_that_python_looks_at(words, variable, held, stdout):
+    item = {"cmdline": words, "unbuffered": variable, "stdout": stdout}
+    assert bool(health_work.buffered(item)) is (held and stdout in ("pipe:[1]", "/out.txt"))
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**40) | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -95,7 +185,17 @@ PLACES = [
     ("heartbeats", "0", "tokens_per_second"), ("heartbeats", "0", "last_step_time"), ("log", "tail"),
     ("log", "last_write"), ("exit", "code"), ("exit", "last_lines"), ("exit", "last_checkpoint"),
     ("exit", "reason"), ("switch", "steps"), ("run", "created"), ("processes", 0),
-    ("processes", 0, "cpu_ticks"), ("container",), ("container", "exit_code"), ("container", "unknown"),
+    ("processes", 0, "cpu_ticks"), ("processes", 0, "io"), ("processes", 0, "wait"),
+    ("processes", 0, "threads"), ("processes", 0, "reading"), ("processes", 0, "ranks"),
+    ("processes", 0, "ended"), ("processes", 0, "cmdline"),
+    ("processes", 0, "stdout_file"), ("processes", 0, "unbuffered"), ("processes", 0, "state"),
+    ("gpus",), ("gpus", 0), ("gpus", 0, "others"), ("gpus", 0, "own"), ("gpus", 0, "utilization"),
+    ("gpus", 0, "own_memory"), ("gpus", 0, "index"), ("gpus", 0, "error"), ("reference",), ("recent",),
+    ("reference", "tokens_per_second"), ("recent", "tokens_per_second"), ("recent", "steps"), ("weights",),
+    ("weights", "path"), ("deleted",), ("memory_group",), ("memory_group", "oom_kills"),
+    ("log", "free_bytes"),
+    ("launch", "log_missing"), ("launch", "trainer_pid"), ("run", "restart_attempts"), ("exit", "signal"),
+    ("container",), ("container", "exit_code"), ("container", "unknown"),
     ("container", "gone"), ("container", "error"), ("container", "finished"), ("container", "engine_started"),
 ]  # fmt: skip
 

@@ -1,0 +1,167 @@
+"""The processes of runs: which they are, and what each does between two samples.
+
+Runs ON the host, as a part of the probe. Standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from deploy import machine, procfs
+from deploy.waits import Waits
+
+READS = 1 << 20  # bytes a second; who reads more has a file that is worth naming
+MOST_FILES = 256  # open files of one process are looked at
+MOST_THREADS = 32  # of one process, and ...
+ALL_THREADS = 256  # ... of all of them
+IDLE = ("lock", "sleep", "events", "signal", None)  # waits that say little of what the process waits for
+
+
+def add(runs: list[dict[str, Any]], sample: float) -> None:
+    """Give every run its processes, as they are now and, with a sample, what they did in so many seconds."""
+    table = procfs.processes()
+    began, booted = time.monotonic(), procfs.boot_time()
+    for run in runs:
+        run["processes"] = [procfs.describe(table[pid], booted) for pid in _of(run, table)]
+    chosen = [process for run in runs for process in run["processes"]]
+    if not chosen or sample <= 0:
+        return
+    for process in chosen:
+        process["io"] = _once(procfs.io(process["pid"]))
+    time.sleep(max(0.0, sample - (time.monotonic() - began)))
+    waits, budget = Waits(), ALL_THREADS
+    for process in chosen:
+        budget -= _again(process, table[process["pid"]]["start"], waits, min(MOST_THREADS, budget), sample)
+
+
+def _once(counts: list[int] | None) -> list[list[int]]:
+    return [counts] if counts else []
+
+
+def _of(run: dict[str, Any], table: dict[int, dict[str, Any]]) -> list[int]:
+    pid, session = (int(_number(run["launch"], key) or 0) for key in ("pid", "trainer_pid"))
+    if run["container"]:  # launch.json tells the numbers of another namespace
+        return _contained(run, table)
+    if run["alive"]:  # only then does the pid in launch.json mean anything
+        return procfs.of_run(pid, session, table)
+    return procfs.left_behind(run["path"], session, table)
+
+
+def _contained(run: dict[str, Any], table: dict[int, dict[str, Any]]) -> list[int]:
+    """The pids here of a run in a container: all in its cgroup, all that came from its first process.
+
+    If the engine cannot tell that process, the one that holds the run's lock is looked for.
+    """
+    first = run["container"].get("pid") or 0
+    if not first and run["alive"]:
+        first = procfs.holding(str(Path(run["path"]) / "launch.lock"), table) or 0
+    if first not in table:
+        return []
+    return sorted({*procfs.of_run(first, 0, table), *(set(procfs.of_group(first)) & set(table))})
+
+
+def _again(process: dict[str, Any], start: int, waits: Waits, most: int, sample: float) -> int:
+    """The second sample of one process; how many of its threads were looked at."""
+    pid = process["pid"]
+    now = procfs.stat(pid)
+    if not now or now["start"] != start:
+        process["state"] = "X"  # gone between the two samples
+        return 0
+    process["cpu_ticks"].append(now["ticks"])
+    process["state"], process["ended"] = now["state"], now["ended"]
+    counts = procfs.io(pid)
+    if process["io"] and counts:
+        process["io"].append(counts)
+        if max(counts[0] - process["io"][0][0], counts[1] - process["io"][0][1]) >= READS * sample:
+            process["reading"] = _reading(pid)
+    if process["program"] and process["program"].startswith(("python", "pypy")):
+        process["stdout_file"] = _stdout_file(pid, process["stdout"])
+    if process["cpu_ticks"][1] > process["cpu_ticks"][0] or now["state"] in "ZX":
+        return 0
+    process["wait"] = waits.of(pid)
+    if (process["wait"] or {}).get("kind") not in IDLE or most <= 0:
+        return 0
+    found, count = waits.threads(pid, most)
+    process["threads"] = {"count": count, "waits": found}
+    return min(count, most)
+
+
+def _reading(pid: int) -> dict[str, Any] | None:
+    """The largest file that a process is in the middle of: ``{"path", "position", "bytes"}``."""
+    best: dict[str, Any] | None = None
+    remote = machine.remote(pid)
+    try:
+        numbers = os.listdir(f"/proc/{pid}/fd")[:MOST_FILES]
+    except OSError:
+        return None
+    for number in numbers:
+        path = procfs.link(pid, f"fd/{number}") or ""
+        if not path.startswith("/") or (path.startswith("/dev/") and not path.startswith("/dev/shm/")):
+            continue
+        position = re.search(rb"^pos:\s*(\d+)", procfs.read(pid, f"fdinfo/{number}"))
+        if not position or not int(position[1]) or (remote and os.fsencode(path).startswith(remote)):
+            continue
+        try:
+            info = os.stat(f"/proc/{pid}/fd/{number}")
+        except OSError:
+            continue
+        whole = info.st_size if stat.S_ISREG(info.st_mode) else 0
+        if int(position[1]) < whole and (best is None or whole > best["bytes"]):
+            best = {"path": path, "position": int(position[1]), "bytes": whole}
+    return best
+
+
+def _stdout_file(pid: int, path: str | None) -> dict[str, Any] | None:
+    """``{"bytes", "modified"}`` of the file that a process prints into; None for anything else."""
+    if not path or not path.startswith("/") or path.startswith("/dev/"):
+        return None
+    remote = machine.remote(pid)
+    if remote and os.fsencode(path).startswith(remote):
+        return None
+    try:
+        info = os.stat(f"/proc/{pid}/fd/1")
+    except OSError:
+        return None
+    return {"bytes": info.st_size, "modified": info.st_mtime} if stat.S_ISREG(info.st_mode) else None
+
+
+def memory_group(run: dict[str, Any]) -> dict[str, Any] | None:
+    """``{"oom_kills", "limit"}`` of the memory cgroup of a run in progress; None if it has none of its own.
+
+    The kills are counted since the group was made. One that we are in, too, is that of a login or of the
+    machine, and its kills may be anybody's.
+    """
+    pid = next((one["pid"] for one in run["processes"] if one["state"] not in "ZX"), 0)
+    shared = procfs.groups(os.getpid())
+    for place in procfs.groups(pid) if run["alive"] and pid else ():
+        if place in shared:
+            continue
+        for name in ("memory.events", "memory.oom_control"):
+            try:
+                text = Path(place, name).read_text(encoding="ascii")
+            except (OSError, ValueError):
+                continue
+            found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+            if found:
+                return {"oom_kills": int(found[1]), "limit": _limit(place)}
+    return None
+
+
+def _limit(place: str) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            word = Path(place, name).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            continue
+        return int(word) if word.isdigit() and int(word) < 1 << 60 else None
+    return None
+
+
+def _number(value: dict[str, Any] | None, key: str) -> float | None:
+    found = (value or {}).get(key)
+    return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None
