@@ -39,5 +39,6 @@ def collect(
         raise HostError(f"{host.name}: the probe's answer is no JSON object: {result.out[:200]!r}")
     # Its time is from within the call. A clock that is apart by more than the call took is apart for certain.
     facts["client_time"] = min(max(facts["time"], began), ended)
+    facts["link_seconds"] = max(0.0, ended - began - facts["probe_seconds"])
     facts["boot_unit"] = bootunit.wanted()
     return facts

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from deploy import engine, gpus
+from deploy import engine, gpus, nvml, procfs
 
 REPOSITORY = "drafthouse"  # images of other names are not ours to look at
 PROGRAMS = ("docker", "tini", "rsync", "skopeo", "apt-get", "systemctl", "systemd-run", "loginctl", "crontab")
@@ -27,6 +27,8 @@ PLUGINS = (  # where the client looks for buildx, besides the user's own setting
     "/usr/lib/docker/cli-plugins",
     "/usr/libexec/docker/cli-plugins",
 )
+# File systems that may hang with a server; of FUSE nobody knows what is behind.
+NETWORK = ("nfs", "cifs", "smb", "fuse", "ceph", "lustre", "gpfs", "glusterfs", "beegfs", "9p", "afs")
 COMPOSE_TIMEOUT = 5.0  # seconds; a program that starts and ends, which a busy machine may take long to do
 PROGRAM_PATHS = ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # SSH logins lack some
 
@@ -82,6 +84,16 @@ def filesystem(path: Path) -> str | None:
         if below and len(point) >= len(best):
             best, kind = point, line.split(" ")[2]
     return kind
+
+
+def remote(pid: int) -> tuple[bytes, ...]:
+    """How the paths of files on a network disk begin, as a process sees them."""
+    found = []
+    for line in procfs.read(pid, "mounts").split(b"\n"):
+        words = line.split(b" ")
+        if len(words) > 2 and words[2].decode("ascii", "replace").startswith(NETWORK):
+            found.append(words[1].replace(b"\\040", b" ").rstrip(b"/") + b"/")
+    return tuple(found)
 
 
 def link(path: Path) -> str | None:
@@ -155,19 +167,26 @@ def unattended_upgrades() -> bool:
 # -- the devices -------------------------------------------------------------------------------------------
 
 
-def nvidia() -> dict[str, Any]:
-    """The probe's "gpus": devices with who holds them, driver, library, toolkit."""
+def nvidia(sample: float) -> dict[str, Any]:
+    """The probe's "gpus", without what the library says: devices with who holds them, driver, toolkit."""
     devices = gpus.devices()
     held = gpus.holders(device["path"] for device in devices)
     toolkit = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-container-cli")
     return {
         "devices": [{**device, "holders": held.get(device["path"], [])} for device in devices],
+        "nvml": [] if sample > 0 else None,
         "control": gpus.control(),
         "driver": gpus.driver(),
         "library": gpus.library(),
         "toolkit": any(program(name) for name in toolkit),
         "nvidia_smi": program("nvidia-smi"),
     }
+
+
+def asked_library(sample: float) -> nvml.Asking | None:
+    """NVIDIA's library, asked from now on, if this machine has its devices and anybody wants a sample."""
+    there = glob.glob(f"{gpus.root()}/dev/nvidia[0-9]*") or os.path.exists(f"{gpus.root()}/dev/dxg")
+    return nvml.Asking(sample) if sample > 0 and there else None
 
 
 # -- the container engine ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Runs ON the host, sent over stdin by `deploy.evidence`. It only reads, it never 
 that is half-written, foreign or forbidden is named under "problems". Standard library only, Python >= 3.9.
 
 The object: schema time hostname user uid gid groups home python python_path boot_time clock_ticks
-sample_seconds,
+sample_seconds probe_seconds (from the first look to the last),
 os {id version_id codename}, unattended_upgrades, systemd, programs {name: path or null} (and tini, apt),
 state {root exists writable owner_uid free_bytes total_bytes}, shm {root is_tmpfs writable free_bytes
 total_bytes}, memory {total available}, environment {PYTHON*}, cpus,
@@ -12,9 +12,9 @@ engine {client address variables answers permitted version api compose error sta
 live_restore rootless buildx runtimes cdi}, images [{id tags bytes created labels}] (ours only),
 containers [{name project directory here}] (running ones of our projects; here: made from this state root),
 gpus {devices [{index path uuid holders [{pid command age daemon}]}] control driver library toolkit
-nvidia_smi},
-names {name: {current previous releases stop booted secrets [paths] changed {release: files that are not as
-they were deployed} images {release: image}}}, runs [..], switch and locks
+nvidia_smi nvml (see `deploy.nvml`: a list, or {unknown: why}; null without a sample)},
+names {name: {current previous releases stop booted reference secrets [paths] changed {release: files that
+are not as they were deployed} images {release: image}}}, runs [..], switch and locks
 {name: null or who holds it}, weights [{name digest path bytes}], problems [..]. Sizes are bytes, times Unix
 seconds, `cpu_ticks` two counts `sample_seconds` apart (one, without a sample or once the process is gone), of
 which there are `clock_ticks` a second.
@@ -25,6 +25,12 @@ started finished engine_started gone unknown}: gone if the engine has it no more
 could not be asked. A process's `nspid` is its pid as its own files call it. `running` is what the trainer
 really runs with, {argv environment image_id started files [{path modified}]}, from /proc (its files: what its
 command line names); null where that cannot be read.
+A process has `io` like `cpu_ticks`, [bytes read, of these from a disk, bytes written] each; `wait` and
+`threads` if it used no CPU meanwhile (see `deploy.waits`), `reading` if it read much, `stdout_file` if it
+prints into one, `ended` (a wait status) if nobody has waited for its end. `gpus` of a run: see
+`deploy.run_devices`; `weights` {path there}; `deleted` weights
+that its ranks have open and that were removed; `memory_group` {oom_kills limit}; `reference` {run_id
+tokens_per_second steps} of its name and its own speed over as many steps, `recent`.
 """
 
 from __future__ import annotations
@@ -35,25 +41,25 @@ import json
 import os
 import re
 import socket
-import stat
+import statistics
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from deploy import contained, engine, files, machine, procfs
+from deploy import contained, engine, files, machine, procfs, run_devices, run_processes, running
 from trainer import status
 
-MOST_WORDS = 1000
 RUNS_PER_NAME = 20
 TAIL_BYTES = 4096
+METRICS_BYTES = 1 << 15  # the end of metrics.jsonl that is read: about 60 records
+WINDOW = 100  # steps over which a run's speed is held against its reference
 MANIFEST = "release.json"
 COMPOSE_FILE = "compose.yaml"
 IMAGE = re.compile(r"""^\s+image:\s*["']?([^"'\s]+)""", re.MULTILINE)
 SECRETS = re.compile(r"^secrets(-.*)?$")  # by name only: what is in them leaves the host nowhere
 CONTAINER = ("running", "paused", "pid", "exit_code", "oom_killed", "error", "started", "finished")
-ALWAYS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
 WEIGHTS = re.compile(r"^(?P<name>.+)@(?P<digest>[0-9a-f]{6,64})$")
 
 
@@ -67,17 +73,23 @@ class Probe:
         self.problems: list[str] = []
 
     def facts(self) -> dict[str, Any]:
+        began = time.monotonic()
+        library = machine.asked_library(self.sample)  # (a child, made before there are threads)
         told: dict[str, Any] = {}
         asking = threading.Thread(target=lambda: told.update(machine.engine_facts()), daemon=True)
         asking.start()  # meanwhile we read; every question to the engine has its own timeout
         names = self.names()
         runs = self.runs()
         self.add_changed(names, runs)
-        devices = machine.nvidia()
+        devices = machine.nvidia(self.sample)
         if any(run["container"] for run in runs):  # only then what we read depends on what it says
             asking.join()
         self.add_containers(runs, told)
-        self.add_processes(runs)
+        run_processes.add(runs, self.sample)
+        self.add_evidence(runs, names)
+        if library:
+            devices["nvml"] = library.result()
+        run_devices.add(runs, devices["devices"], devices["nvml"])
         asking.join()
         return {
             "schema": 1,
@@ -93,6 +105,7 @@ class Probe:
             "boot_time": procfs.boot_time(),
             "clock_ticks": os.sysconf("SC_CLK_TCK"),
             "sample_seconds": self.sample,
+            "probe_seconds": time.monotonic() - began,
             "state": machine.directory(self.state),
             "shm": {**machine.directory(self.shm), "is_tmpfs": machine.filesystem(self.shm) == "tmpfs"},
             "memory": machine.memory(),
@@ -157,6 +170,7 @@ class Probe:
                         if SECRETS.match(entry) and not (path / entry).is_symlink()
                     ],
                     "images": self.images(path / "releases"),
+                    "reference": self.object(path / "reference.json"),
                 }
         return found
 
@@ -253,7 +267,30 @@ class Probe:
             "container": self.object(run.path / "container.json"),
             "processes": [],
             "running": None,
+            "reference": None,
+            "recent": None,
+            "weights": None,
+            "deleted": [],
+            "memory_group": None,
+            "gpus": None,
         }
+
+    def add_evidence(self, runs: list[dict[str, Any]], names: dict[str, Any]) -> None:
+        """Complete what is known of each run with what its processes, its reference and its metrics tell."""
+        for run in runs:
+            run["running"] = running.running(run)
+            run["weights"] = running.weights(run, self.shm)
+            run["memory_group"] = run_processes.memory_group(run)
+            found = names.get(run["name"], {}).get("reference")
+            if found and run["alive"]:
+                run["reference"] = {key: found.get(key) for key in ("run_id", "tokens_per_second")}
+                run["reference"]["steps"] = WINDOW
+                run["recent"] = recent(Path(run["path"]) / "metrics.jsonl")
+            if run["alive"] and self.sample > 0:
+                ranks = {beat.get("pid") for beat in run["heartbeats"].values()}
+                ranks.add((run["launch"] or {}).get("trainer_pid"))
+                pids = [one["pid"] for one in run["processes"] if one["nspid"] in ranks]
+                run["deleted"] = running.deleted(pids)
 
     def heartbeats(self, run: status.RunDir) -> dict[str, Any]:
         found = {}
@@ -273,6 +310,7 @@ class Probe:
             if offset.isdigit() and rest == "log":
                 segments.append((int(offset), run.log / entry))
         result: dict[str, Any] = {"bytes": 0, "last_write": None, "first_bytes_offset": 0, "tail": []}
+        result["free_bytes"] = None
         if segments:
             segments.sort()
             start, newest = segments[-1]
@@ -284,6 +322,8 @@ class Probe:
                 lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
                 result.update(bytes=start + info.st_size, last_write=info.st_mtime, tail=lines[-3:])
                 result["first_bytes_offset"] = segments[0][0]
+                space = os.statvfs(run.log)
+                result["free_bytes"] = space.f_bavail * space.f_frsize
             except OSError as error:
                 self.problems.append(f"{newest}: {error.strerror}")
         return result
@@ -323,38 +363,6 @@ class Probe:
                 )
         return found
 
-    def add_processes(self, runs: list[dict[str, Any]]) -> None:
-        """Give every run its processes, with their CPU time read twice."""
-        before = procfs.processes()
-        began = time.monotonic()
-        for run in runs:
-            pid, session = (int(number(run["launch"], key) or 0) for key in ("pid", "trainer_pid"))
-            if run["container"]:  # launch.json tells the numbers of another namespace
-                pids = self.contained(run, before)
-            elif run["alive"]:  # only then does the pid in launch.json mean anything
-                pids = procfs.of_run(pid, session, before)
-            else:
-                pids = procfs.left_behind(run["path"], session, before)
-            run["processes"] = [procfs.describe(before[pid]) for pid in pids]
-            run["running"] = running(run)
-        chosen = [process for run in runs for process in run["processes"]]
-        if chosen and self.sample > 0:
-            time.sleep(max(0.0, self.sample - (time.monotonic() - began)))
-        for process in chosen if self.sample > 0 else []:
-            now = procfs.stat(process["pid"])
-            if now and now["start"] == before[process["pid"]]["start"]:
-                process["cpu_ticks"].append(now["ticks"])
-
-    def contained(self, run: dict[str, Any], table: dict[int, dict[str, Any]]) -> list[int]:
-        """The pids here of a run in a container: its first process and all that came from it.
-
-        If the engine cannot tell that process, the one that holds the run's lock is looked for.
-        """
-        first = run["container"].get("pid") or 0
-        if not first and run["alive"]:
-            first = procfs.holding(str(Path(run["path"]) / "launch.lock"), table) or 0
-        return procfs.of_run(first, 0, table)
-
 
 def inspect(kept: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
     """(a container's state or None if it is gone, None), or (None, why the engine could not be asked)."""
@@ -364,54 +372,35 @@ def inspect(kept: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
         return None, None if error.status == 404 else str(error)
 
 
-def running(run: dict[str, Any]) -> dict[str, Any] | None:
-    """What the trainer of a run in progress really runs with, as far as run.json says what it should be.
-
-    Of its environment only what run.json gives, by name, and Python's own: never a secret.
+def recent(metrics: Path) -> dict[str, Any] | None:
+    """``{"tokens_per_second", "steps", "to"}``: the median over the last WINDOW steps that a run has logged,
+    how many these are, and the last one. None without two records, of which the first is passed over: it has
+    what is slow at the beginning.
     """
-    trainer = number(run["launch"], "trainer_pid")
-    found = [process["pid"] for process in run["processes"] if process["nspid"] == trainer]
-    if not run["alive"] or not trainer or len(found) != 1:
+    try:
+        with open(metrics, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - METRICS_BYTES))
+            lines = file.read(METRICS_BYTES).split(b"\n")[1:-1]  # the first is cut, or the run's first
+    except OSError:
         return None
-    words = procfs.read(found[0], "cmdline").split(b"\0")[:-1]
-    variables = dict(
-        item.partition(b"=")[::2] for item in procfs.read(found[0], "environ").split(b"\0") if item
-    )
-    if not words or not variables:
-        return None
-    made = run["run"] or {}
-    given, secrets = made.get("environment"), made.get("secrets")
-    wanted = set(given) if isinstance(given, dict) else set()
-    hidden = {str(name) for name in secrets} if isinstance(secrets, list) else set()
-    environment = {}
-    for key, value in variables.items():
-        name = key.decode("utf-8", "replace")
-        if (name in wanted or name.startswith("PYTHON") or name in ALWAYS) and name not in hidden:
-            environment[name] = value.decode("utf-8", "replace")
-    return {
-        "argv": [word.decode("utf-8", "replace") for word in words],
-        "environment": environment,
-        "image_id": (run["container"] or {}).get("image_id"),
-        "started": next(process["started"] for process in run["processes"] if process["pid"] == found[0]),
-        "files": named_files(found[0], words[1:]),
-    }
-
-
-def named_files(pid: int, words: list[bytes]) -> list[dict[str, Any]]:
-    """The regular files that words of a command line name, seen from the process itself, and their times."""
-    found = []
-    for word in words[:MOST_WORDS]:
-        if not word or len(word) > 4096:
-            continue
-        base = f"/proc/{pid}/{'root' if word.startswith(b'/') else 'cwd'}"
-        path = os.fsencode(base) + b"/" + word.lstrip(b"/")
+    speeds: dict[float, float] = {}
+    for line in lines:
         try:
-            info = os.stat(path)
-        except (OSError, ValueError):
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             continue
-        if stat.S_ISREG(info.st_mode):
-            found.append({"path": word.decode("utf-8", "replace"), "modified": info.st_mtime})
-    return found
+        if isinstance(record, dict) and record.get("kind") != "evaluation":
+            step, speed = number(record, "step"), number(record, "tokens_per_second")
+            if step is not None and speed is not None:
+                speeds[step] = speed
+    chosen = [step for step in speeds if step > max(speeds) - WINDOW]
+    if not chosen:
+        return None
+    # A record stands for the steps since the one before it.
+    before = max((step for step in speeds if step < min(chosen)), default=min(chosen) - 1)
+    median = statistics.median(speeds[step] for step in chosen)
+    return {"tokens_per_second": median, "steps": max(chosen) - before, "to": max(chosen)}
 
 
 def changed(release: Path) -> list[str]:

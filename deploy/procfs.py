@@ -14,6 +14,11 @@ from typing import Any
 
 from trainer import status
 
+GROUPS = "/sys/fs/cgroup"
+PAGE = os.sysconf("SC_PAGE_SIZE")
+TICK = os.sysconf("SC_CLK_TCK")
+RANKS = (b"WORLD_SIZE", b"RANK", b"LOCAL_WORLD_SIZE", b"LOCAL_RANK")  # as torchrun and its like give them
+
 
 def begin(start: dict[str, Any], errors: Any) -> subprocess.Popen[bytes]:
     """Start what a switch is to start, in a session of its own. Raises OSError."""
@@ -29,7 +34,10 @@ def begin(start: dict[str, Any], errors: Any) -> subprocess.Popen[bytes]:
 
 
 def parse(pid: int, text: str) -> dict[str, Any] | None:
-    """What a text of /proc/<pid>/stat says; None if it is none. Times in clock ticks, rss in bytes."""
+    """What a text of /proc/<pid>/stat says; None if it is none. Times in clock ticks, rss in bytes.
+
+    `ended` is the wait status of a process that has ended and that nobody has waited for, where it is told.
+    """
     fields = text.rpartition(")")[2].split()  # the name before may hold blanks and parentheses
     try:
         return {
@@ -39,7 +47,8 @@ def parse(pid: int, text: str) -> dict[str, Any] | None:
             "session": int(fields[3]),
             "ticks": int(fields[11]) + int(fields[12]),
             "start": int(fields[19]),
-            "rss": int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+            "rss": int(fields[21]) * PAGE,
+            "ended": int(fields[49]) if fields[0] in "ZX" and len(fields) > 49 else None,
         }
     except (IndexError, ValueError):
         return None
@@ -95,6 +104,52 @@ def _age(pid: int) -> tuple[int, int]:
     return (process["start"] if process else 1 << 62, pid)
 
 
+def run_of(pid: int) -> str | None:
+    """The directory of the run that a process was started in, as its environment says."""
+    mark = f"{status.RUN_DIR_VARIABLE}=".encode()
+    for item in read(pid, "environ").split(b"\0"):
+        if item.startswith(mark):
+            return os.fsdecode(item[len(mark) :])
+    return None
+
+
+def of_group(pid: int) -> list[int]:
+    """The processes in the cgroup of `pid` and below it: also those that were put there from outside.
+
+    Only for a process that has a group of its own, as the first one of a container has.
+    """
+    found = set()
+    for place in groups(pid):
+        for folder, _, names in os.walk(place):
+            if "cgroup.procs" in names:
+                try:
+                    words = Path(folder, "cgroup.procs").read_text(encoding="ascii").split()
+                except OSError:
+                    continue
+                found |= {int(word) for word in words if word.isdigit()} - {0}
+        if found:
+            break
+    return sorted(found)
+
+
+def groups(pid: int, controller: str = "memory") -> list[str]:
+    """Where the cgroup of `pid` may be seen from here, of version 2 and of a `controller` of version 1.
+
+    The root is nobody's own group and is left out.
+    """
+    found = []
+    for line in read(pid, "cgroup").decode("utf-8", "replace").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if path in ("", "/") or "/../" in f"{path}/":
+            continue
+        if number == "0" and not controllers:
+            found += [f"{GROUPS}{path}", f"{GROUPS}/unified{path}"]
+        elif controller in controllers.split(","):
+            found.insert(0, f"{GROUPS}/{controller}{path}")
+    return [place for place in found if os.path.isdir(place)]
+
+
 def left_behind(run_path: str, session: int, table: dict[int, dict[str, Any]]) -> list[int]:
     """The pids that a run which has ended left in its trainer's session.
 
@@ -128,17 +183,17 @@ def has_open(pid: int, path: str) -> bool:
     return False
 
 
-def describe(process: dict[str, Any]) -> dict[str, Any]:
-    """What a verdict may lean on. What cannot be read (another user's process) is None or empty."""
+def describe(process: dict[str, Any], booted: float | None) -> dict[str, Any]:
+    """What a verdict may lean on. What cannot be read (another user's process) is None or empty.
+
+    `booted` is `boot_time()`; `ranks` are the numbers that a distributed run gives its processes.
+    """
     pid = process["pid"]
     arguments = read(pid, "cmdline").split(b"\0")[:-1]
     variables = dict(item.partition(b"=")[::2] for item in read(pid, "environ").split(b"\0") if item)
     unbuffered = variables.get(b"PYTHONUNBUFFERED")
-    try:
-        stdout: str | None = os.readlink(f"/proc/{pid}/fd/1")
-    except OSError:
-        stdout = None
-    booted = boot_time()
+    told = {name.decode(): variables[name] for name in RANKS if name in variables}
+    stdout = link(pid, "fd/1")
     return {
         "pid": pid,
         "nspid": nspid(pid),
@@ -146,19 +201,43 @@ def describe(process: dict[str, Any]) -> dict[str, Any]:
         "session": process["session"],
         "state": process["state"],
         "wchan": read(pid, "wchan").decode("ascii", "replace").strip("0\n") or None,
+        "wait": None,
+        "threads": None,
         "cpu_ticks": [process["ticks"]],
+        "io": [],
         "rss": process["rss"],
         "cmdline": [word.decode("utf-8", "replace") for word in arguments],
-        "started": booted + process["start"] / os.sysconf("SC_CLK_TCK") if booted else None,
+        "program": os.path.basename((link(pid, "exe") or "").replace(" (deleted)", "")) or None,
+        "started": booted + process["start"] / TICK if booted else None,
+        "ended": process["ended"],
         "stdout": stdout,
         "unbuffered": None if unbuffered is None else unbuffered.decode("utf-8", "replace"),
+        "ranks": {name: int(value) for name, value in told.items() if value.isdigit()},
     }
+
+
+def io(pid: int) -> list[int] | None:
+    """[bytes read, of these from a disk, bytes written] so far; None where that may not be known."""
+    found = dict(line.split(b": ") for line in read(pid, "io").splitlines() if b": " in line)
+    try:
+        return [int(found[key]) for key in (b"rchar", b"read_bytes", b"wchar")]
+    except (KeyError, ValueError):
+        return None
+
+
+def link(pid: int, name: str) -> str | None:
+    """Where a link of /proc/<pid> points to."""
+    try:
+        return os.readlink(f"/proc/{pid}/{name}")
+    except OSError:
+        return None
 
 
 def read(pid: int, name: str) -> bytes:
     """A file of /proc/<pid>; empty if the process is gone or not ours to read."""
     try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
+        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
+            return file.readall()
     except OSError:
         return b""
 

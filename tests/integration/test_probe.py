@@ -167,6 +167,7 @@ def test_names_with_releases_and_links_are_listed(place):
         "stop": None,
         "booted": None,
         "images": {},
+        "reference": None,
         "secrets": [str(name / "secrets-0001-demo")],
         "changed": {"bbbbbbbbbbbb": ["release.json"]},  # (it has none)
     }

@@ -132,7 +132,7 @@ def test_a_run_that_is_over_uses_no_memory() -> None:
     ],
 )
 def test_the_next_deploy_takes_the_file_that_the_run_was_made_from(file: str | None, more: str) -> None:
-    over = run("0001-brk", alive=False, exit={"reason": "stopped", "code": 0})
+    over = run("0001-brk", alive=False, launch=None)  # (it never began)
     over["run"]["run_file"] = file
     assert f"    next: fab deploy --name brk{more}" in shown(over).splitlines()
 
