@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import re
 import shutil
@@ -28,6 +29,11 @@ INTERRUPTED = 130
 if Path(sys.argv[0]).stem == "fab" and threading.current_thread() is threading.main_thread():
     # Until a task begins, Ctrl-C ends the command at once. (Invoke would exit with 1.)
     signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
+    if sys.stdout is None:  # closed by the shell (>&-)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # a terminal whose encoding lacks a sign gets another one
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 try:  # Fabric reads this file right after us, and would answer a mistake in it with a traceback
     from deploy import fabricfile
@@ -45,7 +51,9 @@ HELP = {
     "dry-run": "print the plan and end",
     "json": "answer in JSON, for scripts",
     "no-follow": "do not follow the log",
-    "lines": "how many lines of the past to show",
+    "lines": "how many lines of the past to show (default 20); with --grep, how many matches",
+    "since": "show what was written since then: 2m, 1h30m, 14:05, 2026-07-01T14:05",
+    "grep": "show only lines that match this regular expression, and launch's own",
     "lock-wait": "seconds to wait for another deploy of the name",
     "no-checkpoint": "do not ask for a checkpoint first: what was learnt since the last one may be lost",
     "no-install": "do not install tini, even if it is missing and we are root",
@@ -150,17 +158,22 @@ def show(value: Any) -> int:
     return 0
 
 
-def follow(goal: Any, name: str, *, state: str, lines: int | None = None, run_path: str | None = None) -> int:
+def follow(
+    goal: Any, name: str, *, state: str, lines: int | None = None, run_path: str | None = None, **more: Any
+) -> int:
     """Follow the log of a name from run to run, or of one run, to the end. Ctrl-C never ends the run."""
     from deploy import logs
 
+    shown: dict[str, Any] = {"lines": lines, **more, "out": sys.stdout.buffer}
     try:
         if run_path is not None:
-            code = logs.follow(goal.host, run_path, lines=lines, out=sys.stdout.buffer)
+            code = logs.follow(goal.host, run_path, **shown)
         else:
-            code = logs.follow_name(goal.host, state, name, lines=lines, out=sys.stdout.buffer)
+            code = logs.follow_name(goal.host, state, name, **shown)
     except KeyboardInterrupt:
-        text = f"\nthe run goes on; fab tail --name {name} follows it again, fab stop --name {name} ends it"
+        where = goal.settings.name
+        on = f"--name {name}" if where == "localhost" else f"--host {where} --name {name}"
+        text = f"\nthe run goes on; fab tail {on} follows it again, fab stop {on} ends it"
         raise Exit(here(text), code=INTERRUPTED) from None
     return code or 0
 
@@ -509,23 +522,35 @@ def tail(
     run: str | None = None,
     name: str | None = None,
     run_id: str | None = None,
-    lines: str = "20",
+    lines: str | None = None,
+    since: str | None = None,
+    grep: str | None = None,
     no_follow: bool = False,
     accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
     """Follow a run's log; Ctrl-C ends the following, not the run."""
-    from deploy import actions, logs, overview, target
+    import datetime
+    import time
 
-    past = whole("--lines", lines)
+    from deploy import actions, log_filter, overview, target
+    from deploy import since as moments
+
+    past = None if lines is None else whole("--lines", lines)
+    moment = None if since is None else moments.moment("--since", since, datetime.datetime.now())
+    if past is None and moment is None:
+        past = 20
+    if grep is not None:
+        log_filter.compiled(grep)
     goal = target.one(host, ROOT, accept_new_host_key)
     facts = goal.facts()
+    if moment is not None and not goal.host.is_local:  # by the clock there, and rather too early
+        moment += facts["time"] - time.time()
     name = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
     path = overview.run_path(facts, goal.settings.name, name, run_id)
-    if no_follow:
-        logs.follow(goal.host, path, lines=past, out=sys.stdout.buffer, follow=False)
-        return None
-    return follow(goal, name, state=facts["state"]["root"], lines=past, run_path=path if run_id else None)
+    shown: dict[str, Any] = {"lines": past, "since": moment, "grep": grep, "follow": not no_follow}
+    code = follow(goal, name, state=facts["state"]["root"], run_path=path if run_id else None, **shown)
+    return None if no_follow else code
 
 
 @menu()

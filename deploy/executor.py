@@ -7,21 +7,19 @@ each host's result is listed. fabric.yaml: ``tasks: {executor_class: deploy.exec
 
 from __future__ import annotations
 
-import codecs
-import io
 import itertools
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import Any
 
 from fabric.executor import Executor
 from fabric.tasks import ConnectionCall
 from invoke import Exit
 
 from deploy.errors import USAGE, DeployError
+from deploy.prefixed import Prefixed
 
 _COLOURS = ("36", "35", "33", "34", "32", "96", "95", "93")  # of hosts, in their order
 
@@ -80,6 +78,10 @@ class Parallel(Executor):
                 thread.start()
             for thread in threads:
                 thread.join()
+        except BaseException:
+            out.silence()
+            err.silence()
+            raise
         finally:
             sys.stdout, sys.stderr = stdout, stderr
         for name in names:
@@ -116,77 +118,3 @@ def _same_task(call: Any) -> Any:
     if not isinstance(call, ConnectionCall):
         return id(call)
     return (call.task, call.called_as, repr(call.args), repr(call.kwargs))
-
-
-class Prefixed(io.TextIOBase):
-    """A stream that puts the writing thread's prefix before each of its lines, and never mixes two lines.
-
-    A thread without a prefix writes through. `buffer` takes bytes, as sys.stdout.buffer does.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        self.buffer = _Bytes(self)
-
-    def begin(self, prefix: str) -> None:
-        self._local.prefix = prefix
-        self._local.rest = ""
-        self._local.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def end(self) -> None:
-        """Write what is left of the thread's last line."""
-        if self._local.rest:
-            self._put([self._local.rest])
-        del self._local.prefix
-
-    def write_bytes(self, data: bytes) -> None:
-        decoder = getattr(self._local, "decoder", None)  # a character may be split between two writes
-        self.write(decoder.decode(data) if decoder else data.decode("utf-8", "replace"))
-
-    def write(self, text: str) -> int:
-        if not hasattr(self._local, "prefix"):
-            with self._lock:
-                return self._stream.write(text)
-        *lines, self._local.rest = (self._local.rest + text).split("\n")
-        self._put(lines)
-        return len(text)
-
-    def _put(self, lines: Iterable[str]) -> None:
-        text = "".join(f"{self._local.prefix}{line}\n" for line in lines)
-        if text:
-            with self._lock:
-                self._stream.write(text)
-                self._stream.flush()
-
-    def flush(self) -> None:
-        with self._lock:
-            self._stream.flush()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-
-class _Bytes(io.RawIOBase):
-    """The bytes side of a `Prefixed`."""
-
-    def __init__(self, text: Prefixed) -> None:
-        self._text = text
-
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return self._text.isatty()
-
-    def write(self, data: Any) -> int:
-        self._text.write_bytes(bytes(data))
-        return len(data)
-
-    def flush(self) -> None:
-        self._text.flush()

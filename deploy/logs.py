@@ -2,7 +2,7 @@
 
 What is read, and when it is over, is decided where the log lies, by `deploy.log_reader`: in this process for
 a run of this machine, else by a reader on the host, which is started again at the byte where a connection
-broke off.
+broke off. How it is shown is `deploy.screen`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 from collections.abc import Callable, Generator
 from typing import BinaryIO
 
@@ -20,8 +19,8 @@ from deploy.errors import DeployError
 from deploy.host import Host, HostError
 from deploy.inotify import Watch
 from deploy.log_reader import Event, Wanted
+from deploy.screen import Screen, quiet, unread
 from deploy.stream import to_stderr
-from deploy.terminal import Neutraliser
 
 Note = Callable[[str], None]
 
@@ -34,16 +33,20 @@ def follow(
     from_offset: int | None = None,
     out: BinaryIO,
     follow: bool = True,
+    since: float | None = None,
+    grep: str | None = None,
     note: Note = to_stderr,
 ) -> int | None:
     """Copy a run's log to `out` as it grows, until the run ends; return the run's exit code.
 
     Begins with the last `lines`, at `from_offset` (a byte offset in the run's log), or with its first byte
-    that is still there. Without `follow`, copies what is there and returns the exit code, or None if the run
-    has not ended. None also when nobody reads `out` any more (``| head``). What is not part of the log goes
-    to `note`, in sentences: bytes that were removed before they could be read, an end without a record.
+    that is still there; with `since` (Unix time by the host's clock), at the earliest with what was written
+    then. `grep` leaves lines that match this expression, and launch's own; `lines` then counts matches.
+    Without `follow`, copies what is there and returns the exit code, or None if the run has not ended. None
+    also when nobody reads `out` any more (``| head``). What is not part of the log goes to `note`, in
+    sentences: bytes that were removed unread, an end without a record, a connection that was lost.
     """
-    return _show(host, Wanted("", None, run_path, lines, from_offset, follow), out, note)
+    return _show(host, Wanted("", None, run_path, lines, from_offset, follow, since, grep), out, note)
 
 
 def follow_name(
@@ -54,30 +57,39 @@ def follow_name(
     lines: int | None = None,
     out: BinaryIO,
     follow: bool = True,
+    since: float | None = None,
+    grep: str | None = None,
     note: Note = to_stderr,
 ) -> int | None:
     """The same for whatever run of `name` there is, going on to the next one when one starts.
 
+    `since` without `lines` begins with an earlier run if that said something since then.
     Ends with the exit code of a run that ended and has no successor. Raises DeployError if the name has no
     run at all.
     """
-    return _show(host, Wanted(state_root, name, None, lines, None, follow), out, note)
+    return _show(host, Wanted(state_root, name, None, lines, None, follow, since, grep), out, note)
 
 
 def _show(host: Host, wanted: Wanted, out: BinaryIO, note: Note) -> int | None:
     screen = Screen(out, note)
-    events = here(wanted) if host.is_local else there(host, wanted, screen.say)
+    # A process of its own can be ended while an expression tries for ever; this one would hear of nothing.
+    apart = not host.is_local or wanted.grep is not None
+    events = there(host, wanted, screen.say) if apart else here(wanted)
     with contextlib.closing(events):
         try:
             for event in events:
                 if event.kind == "data":
                     screen.write(event.data)
+                elif event.kind == "run":
+                    screen.begin()
                 elif event.kind == "note":
                     screen.say(event.data.decode())
                 elif event.kind == "finish":
                     screen.finish()
-                elif event.kind == "idle" and unread(out):
-                    raise BrokenPipeError
+                elif event.kind == "idle":
+                    if unread(out):
+                        raise BrokenPipeError
+                    screen.rest()
                 elif event.kind == "none":
                     raise DeployError(
                         f"{host.name} has no run of {wanted.name}, so no log of it: fab deploy starts one"
@@ -88,6 +100,9 @@ def _show(host: Host, wanted: Wanted, out: BinaryIO, note: Note) -> int | None:
         except BrokenPipeError:
             quiet(out)
             return None
+        except KeyboardInterrupt:
+            screen.leave()
+            raise
     raise HostError(f"{host.name}: the log ended before its reader said so; fab tail goes on with it")
 
 
@@ -105,6 +120,7 @@ def there(host: Host, wanted: Wanted, note: Note) -> Generator[Event, None, None
     """The events of a log on another machine; after a loss from the byte on that is wanted next."""
     at = wanted
     parser = log_reader.Parser()
+
     with streams.listening(host, lambda: onhost.open(host, "deploy.log_reader:stream", *at), note) as step:
         while True:
             data = step()
@@ -117,54 +133,8 @@ def there(host: Host, wanted: Wanted, note: Note) -> Generator[Event, None, None
                     at = at._replace(run_path=os.fsdecode(event.data), lines=None, offset=event.offset)
                     if known:
                         continue
-                elif event.kind == "data":
-                    at = at._replace(offset=event.offset + len(event.data))
+                elif event.kind in ("data", "idle") and at.offset is not None:
+                    at = at._replace(offset=max(at.offset, event.offset))
                 yield event
             if not data:
                 return
-
-
-class Screen:
-    """Where a log is shown: a file as it is, a terminal made safe."""
-
-    def __init__(self, out: BinaryIO, note: Note) -> None:
-        self.out = out
-        self.note = note
-        self.terminal = Neutraliser() if out.isatty() else None
-        self.line_open = False  # the last byte shown was no newline
-
-    def write(self, data: bytes) -> None:
-        shown = self.terminal.feed(data) if self.terminal else data
-        self.out.write(shown)
-        self.out.flush()
-        self.line_open = not data.endswith(b"\n")
-
-    def finish(self) -> None:
-        if self.terminal:
-            self.out.write(self.terminal.feed(b"", final=True) + (b"\n" if self.line_open else b""))
-            self.out.flush()
-            self.line_open = False
-
-    def say(self, sentence: str) -> None:
-        if self.terminal and self.line_open:
-            self.out.write(b"\n")
-            self.out.flush()
-            self.line_open = False
-        self.note(sentence)
-
-
-def unread(out: BinaryIO) -> bool:
-    """Whether `out` is a pipe that nobody reads any more: a quiet log would hide that for ever."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        poll = select.poll()
-        poll.register(out.fileno(), 0)
-        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-    return False
-
-
-def quiet(out: BinaryIO) -> None:
-    """Let Python's own flush at exit find somewhere to write, so that ``| head`` ends without a word."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, out.fileno())
-        os.close(null)

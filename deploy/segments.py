@@ -6,6 +6,7 @@ Standard library only. Memory stays constant whatever the log's size.
 from __future__ import annotations
 
 import os
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 BLOCK = 1 << 16
@@ -91,18 +92,13 @@ class Segments:
 
     # -- from the end --------------------------------------------------------------------------------------
 
-    def last_lines(self, count: int) -> int:
-        """The offset at which the last `count` lines begin (of those that are still there).
+    def backwards(self) -> Iterator[tuple[int, bytes]]:
+        """What is there now as (offset, at most 64 KiB), from its end to its beginning.
 
-        A last line that is not finished yet counts as one.
+        Ends early where a segment is removed meanwhile: what lies before that goes, too.
         """
-        starts = self.starts()
         end = self.end()
-        if count <= 0 or not starts:
-            return end
-        wanted = count
-        first = True
-        for start in reversed(starts):
+        for start in reversed(self.starts()):
             try:
                 with open(self._path(start), "rb") as file:
                     position = min(os.fstat(file.fileno()).st_size, end - start)
@@ -110,16 +106,40 @@ class Segments:
                         size = min(BLOCK, position)
                         position -= size
                         file.seek(position)
-                        block = file.read(size)
-                        stop = len(block)
-                        if first and block.endswith(b"\n"):
-                            stop -= 1  # this newline ends the last line; it does not begin one
-                        first = False
-                        while (found := block.rfind(b"\n", 0, stop)) >= 0:
-                            wanted -= 1
-                            if not wanted:
-                                return start + position + found + 1
-                            stop = found
+                        yield start + position, file.read(size)
             except FileNotFoundError:
-                return end if first else starts[starts.index(start) + 1]
-        return starts[0]
+                return
+
+    def last_lines(self, count: int) -> int:
+        """The offset at which the last `count` lines begin (of those that are still there).
+
+        A last line that is not finished yet counts as one.
+        """
+        search = self.find_last(count)
+        while True:
+            try:
+                next(search)
+            except StopIteration as found:
+                offset: int = found.value
+                return offset
+
+    def find_last(self, count: int) -> Generator[None, None, int]:
+        """The same as the value of a generator, which yields now and then: a large log takes its time."""
+        oldest = self.end()
+        if count <= 0:
+            return oldest
+        wanted = count
+        first = True
+        for offset, block in self.backwards():
+            oldest = offset
+            stop = len(block)
+            if first and block.endswith(b"\n"):
+                stop -= 1  # this newline ends the last line; it does not begin one
+            first = False
+            while (found := block.rfind(b"\n", 0, stop)) >= 0:
+                wanted -= 1
+                if not wanted:
+                    return offset + found + 1
+                stop = found
+            yield
+        return oldest

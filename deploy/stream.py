@@ -61,9 +61,10 @@ def block(host: Host, process: subprocess.Popen[bytes], silence: float | None = 
 
 
 def again(
-    host: Host, start: Callable[[], subprocess.Popen[bytes]], lost: Lost, note: Note
+    host: Host, start: Callable[[], subprocess.Popen[bytes]], lost: Lost, note: Note, heard: float
 ) -> subprocess.Popen[bytes]:
-    """Start a process anew after a loss. `note` gets a sentence at once, and now and then while it fails."""
+    """Start a process anew after a loss. `note` gets a sentence at once, now and then while it fails, and at
+    last one that says how long there was no connection: since `heard` (monotonic, s)."""
     note(f"── {host.name}: {lost}, reconnecting")
     told, attempt = time.monotonic(), 0
     while True:
@@ -71,7 +72,9 @@ def again(
         attempt += 1
         host.close()  # what is left of the old connection may hang
         try:
-            return start()
+            process = start()
+            note(f"── {host.name}: connected again after {time.monotonic() - heard:,.0f} s")
+            return process
         except HostError as error:
             if time.monotonic() - told > TELL:
                 note(f"── still no connection, trying on: {error}")
@@ -84,15 +87,18 @@ def listening(
 ) -> Iterator[Callable[[], bytes | None]]:
     """A function that gives the next bytes, b"" at the end, and None when the process was started anew."""
     process = start()
+    heard = time.monotonic()
 
     def step() -> bytes | None:
-        nonlocal process
+        nonlocal process, heard
         try:
-            return block(host, process)
+            data = block(host, process)
+            heard = time.monotonic()
+            return data
         except Lost as lost:
             onhost.kill(process)
             onhost.close(process)
-            process = again(host, start, lost, note)
+            process = again(host, start, lost, note, heard)
             return None
 
     try:

@@ -2,8 +2,9 @@
 
 ``log/<offset, 20 digits>.log`` holds the bytes from that offset on; a segment ends where the next one begins,
 so a reader needs nothing but a byte offset to go on where it was. ``log/index`` has one line
-``<unix time, ms precision> <offset>`` at most once a second: what lies at or after the offset was written at
-or after that time.
+``<unix time, ms precision> <offset>`` at most once a second, when something is written: what lies from that
+offset up to the next line's was written at that time or within the second after it. Old lines go with the
+segments that they are about.
 
 Standard library only and Python >= 3.9.
 """
@@ -16,6 +17,8 @@ import time
 from pathlib import Path
 
 RETRY_SECONDS = 1.0  # between two attempts to write again to a log that could not be written
+INDEX_SECONDS = 1.0  # between two lines of the index, at least
+INDEX_OWED_BYTES = 4096  # so much of the index waits for a disk that takes nothing
 TAIL_BYTES = 64 << 10
 LAST_LINE_CHARACTERS = 500
 
@@ -78,6 +81,7 @@ class Log:
         self._error = ""
         self._retry_at = 0.0
         self._indexed_at = 0.0
+        self._index_owed = b""  # what the index could not take yet
         directory.mkdir(exist_ok=True)
 
     @property
@@ -118,6 +122,7 @@ class Log:
                 self._owed = line if self.at_record_start else b"\n" + line
                 self.missing += self._lost
                 self._lost = 0
+                self._index(self._owed)
             written = self._append(self._owed)
             self._owed = self._owed[written:]
             if self._owed:
@@ -174,9 +179,12 @@ class Log:
     def _index(self, data: bytes) -> None:
         """Note the time of the first record that begins in `data`, at most once a second."""
         now = time.time()
-        if 0 <= now - self._indexed_at < 1.0:
+        if 0 <= now - self._indexed_at < INDEX_SECONDS:
             return
         begin = 0 if self.at_record_start else (data.find(b"\n") + 1) % len(data) if data else 0
+        self._indexed_at = now
+        if len(self._index_owed) < INDEX_OWED_BYTES:  # a disk that takes none of it takes no log either
+            self._index_owed += f"{now:.3f} {self.offset + begin}\n".encode("ascii")
         try:
             descriptor = os.open(
                 self.directory / "index", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
@@ -184,19 +192,20 @@ class Log:
         except OSError:
             return
         try:
-            os.write(descriptor, f"{now:.3f} {self.offset + begin}\n".encode("ascii"))
-            self._indexed_at = now
+            written = os.write(descriptor, self._index_owed)
+            self._index_owed = self._index_owed[written:]
         except OSError:
             pass  # the log itself is what counts; the next second tries again
         finally:
             os.close(descriptor)
 
     def _prune_index(self, oldest: int) -> None:
-        """Forget the times of bytes before `oldest`, which are no longer there."""
+        """Forget the times of bytes before `oldest`, which are no longer there; the line about it stays."""
         path = self.directory / "index"
-        kept = [line for line in path.read_text("ascii").splitlines(True) if _offset_of(line) >= oldest]
+        lines = path.read_text("ascii").splitlines(True)
+        first = max((at for at, line in enumerate(lines) if 0 <= _offset_of(line) <= oldest), default=0)
         temporary = self.directory / ".index"
-        temporary.write_text("".join(kept), "ascii")
+        temporary.write_text("".join(lines[first:]), "ascii")
         temporary.replace(path)
 
 

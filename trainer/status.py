@@ -369,11 +369,10 @@ def list_runs(runs: str | Path, name: str | None = None) -> list[RunDir]:
         return []
     found = []
     for entry in entries:
-        if _RUN_ID.fullmatch(entry):
-            number, run_name = split_run_id(entry)
-            if name is None or run_name == name:
-                found.append((number, entry))
-    return [RunDir(Path(runs) / entry) for _, entry in sorted(found)]
+        match = _RUN_ID.fullmatch(entry)
+        if match and (name is None or match[2] == name):
+            found.append((int(match[1]), entry))
+    return [RunDir(os.path.join(runs, entry)) for _, entry in sorted(found)]
 
 
 def allocate_run(runs: str | Path, name: str) -> RunDir:

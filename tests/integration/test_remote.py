@@ -248,13 +248,15 @@ def test_a_tail_goes_on_at_the_byte_where_its_connection_was_lost(
         master = tail.host._master
         assert master
         os.kill(master._process.pid, signal.SIGKILL)
-        until(lambda count=count: len(tail.notes) == count)
+        until(lambda count=count: len(tail.notes) == 2 * count)
     until(lambda: "line 120\n" in tail.text())
     remote.ok("stop")
     assert tail.end() == remote.runs[0].exit().code
     assert tail.text() == remote.log(remote.runs[0])
-    assert all(note == "── gpu-box: the connection was lost, reconnecting" for note in tail.notes), tail.notes
-    assert len(tail.notes) == 3
+    for lost, back in zip(tail.notes[::2], tail.notes[1::2], strict=True):
+        assert lost == "── gpu-box: the connection was lost, reconnecting"
+        assert re.fullmatch(r"── gpu-box: connected again after \d+ s", back)
+    assert len(tail.notes) == 6
 
 
 def test_a_tail_notices_a_dead_network_and_goes_on_when_it_is_back(
@@ -275,6 +277,9 @@ def test_a_tail_notices_a_dead_network_and_goes_on_when_it_is_back(
     remote.ok("stop")
     tail.end()
     assert tail.text() == remote.log(remote.runs[0])
+    gap = re.fullmatch(r"── slow-box: connected again after (\d+) s", tail.notes[1])
+    assert gap
+    assert int(gap[1]) >= 10  # so long nothing came before it counted as lost
 
 
 def test_a_tail_goes_over_to_the_next_run_there(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,27 @@ def test_colours_stay_and_every_other_control_becomes_visible(data, text):
     assert shown(data) == text
 
 
+def test_what_a_terminal_lacks_becomes_a_question_mark_and_never_a_control_of_its_own() -> None:
+    """The second byte of a τ, and of many signs, is a control where each byte is a sign."""
+    data = "τ \u0431\u041b é\n".encode()
+    assert Neutraliser("iso8859-1").feed(data) == b"? ?? \xe9\n"
+    assert Neutraliser("ascii").feed(data) == b"? ?? ?\n"
+    assert Neutraliser("no such encoding").feed(data) == b"? ?? ?\n"
+
+
+def test_signs_that_turn_the_direction_of_writing_become_visible() -> None:
+    assert shown("a\u202eb\u2066c".encode()) == "a<U+202E>b<U+2066>c"
+
+
+def test_colours_that_were_left_on_can_be_ended() -> None:
+    neutraliser = Neutraliser()
+    neutraliser.feed(b"\x1b[31mred")
+    assert neutraliser.plain() == b"\x1b[0m"
+    assert neutraliser.plain() == b""
+    neutraliser.feed(b"\x1b[31mred\x1b[m plain")
+    assert neutraliser.plain() == b""
+
+
 PIECES = [
     b"\x1b[1;38m",
     b"\x1b[0m",
