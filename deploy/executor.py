@@ -78,12 +78,11 @@ class Parallel(Executor):
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException:
+        except BaseException:  # Ctrl-C; the streams stay, since the threads go on until the very end
             out.silence()
             err.silence()
             raise
-        finally:
-            sys.stdout, sys.stderr = stdout, stderr
+        sys.stdout, sys.stderr = stdout, stderr
         for name in names:
             print(f"{name:{width}}   {paint(ends[name], '31' if codes[name] else '32', sys.stdout)}")
         failed = [name for name in names if codes[name]]

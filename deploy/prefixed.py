@@ -104,7 +104,7 @@ class Prefixed(io.TextIOBase):
         self._broken = True
 
     def silence(self) -> None:
-        """Let go of the stream: what threads still write goes nowhere."""
+        """What threads with a prefix still write goes nowhere."""
         self._over = True
 
     def write_bytes(self, data: bytes) -> None:
@@ -116,8 +116,8 @@ class Prefixed(io.TextIOBase):
     def write(self, text: str) -> int:
         if hasattr(self._local, "prefix"):
             self.write_bytes(self._encoded(text))
-        elif not self._over:
-            with self._lock:
+        else:
+            with self._turn():
                 self._stream.write(text)
         return len(text)
 
@@ -126,9 +126,13 @@ class Prefixed(io.TextIOBase):
             if self._broken:
                 raise BrokenPipeError
             self._put(self._local.lines.settled(time.monotonic()))
-        elif not self._over:
-            with self._lock:
+        else:
+            with self._turn():
                 self._stream.flush()
+
+    def _turn(self) -> contextlib.AbstractContextManager[Any]:
+        """Nobody else writes meanwhile. (After `silence` one may be stuck at a pipe that nobody empties.)"""
+        return contextlib.nullcontext() if self._over else self._lock
 
     def _put(self, lines: list[bytes]) -> None:
         if not lines:
@@ -139,8 +143,8 @@ class Prefixed(io.TextIOBase):
 
     def _out(self, data: bytes) -> None:
         """Write past Python's own buffer, whose lock a thread that waits there would hold to the very end."""
-        with self._lock:
-            if self._over:
+        with self._turn():
+            if self._over and hasattr(self._local, "prefix"):
                 return
             if self._broken:
                 raise BrokenPipeError

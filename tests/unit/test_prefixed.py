@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import random
 import threading
-from typing import TextIO
 
 import pytest
 from hypothesis import given
@@ -151,15 +151,36 @@ def test_when_nobody_reads_any_more_every_thread_hears_of_it() -> None:
     assert sorted(ends) == ["a", "b"]
 
 
-def test_after_silence_nothing_is_written() -> None:
+def test_after_silence_threads_say_nothing_and_nobody_waits_for_one_that_is_stuck() -> None:
+    """Ctrl-C while ``| less`` takes no more: the command still ends, with its own last words."""
     read, write = os.pipe()
-    stream: TextIO
+    stuck = threading.Event()
     with open(write, "w") as stream:
         prefixed = Prefixed(stream)
-        prefixed.begin("a │ ")
+
+        def work() -> None:
+            prefixed.begin("a │ ")
+            stuck.set()
+            prefixed.buffer.write(b"x" * 65_000 + b"\n" + b"y" * 65_000 + b"\n")  # more than the pipe takes
+            prefixed.buffer.write(b"late\n")
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        stuck.wait(30)
+        thread.join(0.2)
+        assert thread.is_alive()
         prefixed.silence()
-        prefixed.write("late\n")
-    assert os.read(read, 100) == b""
+        os.set_blocking(write, False)
+        with contextlib.suppress(BlockingIOError):
+            prefixed.write("last words")
+            prefixed.flush()
+        os.set_blocking(write, True)
+        got = bytearray()
+        while thread.is_alive() or b"last words" not in got:
+            got += os.read(read, 65_536)
+            stream.flush()
+            thread.join(0.01)
+    assert b"late" not in got
     os.close(read)
 
 
