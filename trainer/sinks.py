@@ -128,7 +128,11 @@ class Wandb:
         self._run.log(_flat(values), step=step)
 
     def close(self) -> None:
+        """End the run; when this returns, its records are on the disk."""
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # its helper process answers a finish before its last write
 
 
 @dataclass(frozen=True)
