@@ -131,6 +131,13 @@ def whole(flag: str, text: str) -> int:
     return int(text)
 
 
+def one_process(pid: str | None, of_a_run: str | None) -> int | None:
+    """--pid as a number, which excludes what names a run."""
+    if pid is not None and of_a_run:
+        raise DeployError("--pid names a process; give no --run, --name or --run-id beside it", code=USAGE)
+    return None if pid is None else whole("--pid", pid)
+
+
 def waits(lock_wait: str) -> Any:
     """--lock-wait as one deadline, for planning and for the lock."""
     from deploy import lock
@@ -546,7 +553,7 @@ def tail(
     facts = goal.facts()
     if moment is not None and not goal.host.is_local:  # by the clock there, and rather too early
         moment += facts["time"] - time.time()
-    name = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
+    name = actions.name_of(goal, run, name, run_id)
     path = overview.run_path(facts, goal.settings.name, name, run_id)
     shown: dict[str, Any] = {"lines": past, "since": moment, "grep": grep, "follow": not no_follow}
     code = follow(goal, name, state=facts["state"]["root"], run_path=path if run_id else None, **shown)
@@ -780,7 +787,7 @@ def pull(
     from deploy import actions, target
 
     goal = target.one(host, ROOT, accept_new_host_key)
-    name = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
+    name = actions.name_of(goal, run, name, run_id)
     print(actions.pull(goal, name, run_id, what, Path(out), say))
     return None
 
@@ -802,12 +809,10 @@ def peek(
     from deploy import actions, target
     from deploy import peek as peeking
 
-    number = None if pid is None else whole("--pid", pid)
-    if number is not None and (run or name or run_id):
-        raise DeployError("--pid names a process; give no --run, --name or --run-id beside it", code=USAGE)
+    number = one_process(pid, run or name or run_id)
     goal = target.one(host, ROOT, accept_new_host_key)
     if number is None:
-        named = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
+        named = actions.name_of(goal, run, name, run_id)
         pids = peeking.pids(goal.facts(), goal.settings.name, named, run_id)
     else:
         pids = [number]
@@ -842,12 +847,10 @@ def stacks(
     from deploy import actions, target
     from deploy import stacks as stack
 
-    number = None if pid is None else whole("--pid", pid)
-    if number is not None and (run or name or run_id):
-        raise DeployError("--pid names a process; give no --run, --name or --run-id beside it", code=USAGE)
+    number = one_process(pid, run or name or run_id)
     goal = target.one(host, ROOT, accept_new_host_key)
     if number is None:
-        name = actions.name_of(goal, run, name) if run_id is None else actions.name_of_run(run_id)
+        name = actions.name_of(goal, run, name, run_id)
     told = stack.look(goal, name, run_id, number)
     if json:
         return show(stack.to_json(told))

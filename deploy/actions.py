@@ -37,21 +37,21 @@ def recipe(goal: Target, run: str | None, name: str | None, changes: Sequence[st
     return settings.load_run(goal.project, run, host=goal.settings, name=name, changes=changes)
 
 
-def name_of(goal: Target, run: str | None, name: str | None) -> str:
-    """The name that a task is about. With --name no file is read, so a broken one is in nobody's way."""
+def name_of(goal: Target, run: str | None, name: str | None, run_id: str | None = None) -> str:
+    """The name that a task is about: ``demo`` of the run ``0007-demo``, else of --name or of the run's file.
+
+    With a run or --name no file is read, so a broken one is in nobody's way.
+    """
+    if run_id is not None:
+        try:
+            return status.split_run_id(run_id)[1]
+        except ValueError as error:
+            raise DeployError(f"--run-id {error}", code=USAGE) from None
     if name is not None:
         if not status.valid_name(name):
             raise DeployError(f"--name {name!r} cannot be a name; fab runs lists those there are", code=USAGE)
         return name
     return recipe(goal, run, None).settings.name
-
-
-def name_of_run(run_id: str) -> str:
-    """``demo`` of ``0007-demo``."""
-    try:
-        return status.split_run_id(run_id)[1]
-    except ValueError as error:
-        raise DeployError(f"--run-id {error}", code=USAGE) from None
 
 
 # -- deploy, restart, stop ---------------------------------------------------------------------------------
