@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 from deployed import CHECKOUT, Place, until
+from fabbed import FAB, call
 
 from trainer import status
 
-FAB = [str(Path(sys.executable).with_name("fab"))]
 NAME = "remote1"
 pytestmark = [pytest.mark.engine, pytest.mark.sshd, pytest.mark.root, pytest.mark.slow]
 
@@ -54,15 +53,8 @@ class Remote:
             "MINE": "hunter2",
             **self.box.environment,
         }
-        return subprocess.run(
-            [*FAB, *words, "--host", "gpu-box", "--name", NAME, "--run", "demo"],
-            cwd=self.root,
-            env={**os.environ, **own, **more},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        where = ["--host", "gpu-box", "--name", NAME, "--run", "demo"]
+        return call([*words, *where], self.root, {**os.environ, **own, **more})
 
     def ok(self, *words: str, **more: str) -> str:
         done = self.run(*words, **more)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 from deployed import CHECKOUT, Place, steps, until
+from fabbed import call
 
 from trainer import status
 
-FAB = [str(Path(sys.executable).with_name("fab"))]
 pytestmark = [pytest.mark.root, pytest.mark.sshd, pytest.mark.slow]
 
 
@@ -34,15 +33,8 @@ class Demo:
 
     def fab(self, *words: str) -> subprocess.CompletedProcess[str]:
         own = {"PYTHONPATH": str(CHECKOUT), "HOME": str(self.root), "DRAFTHOUSE_BOOT": "no"}
-        return subprocess.run(
-            [*FAB, *words, "--host", "gpu-box"],
-            cwd=self.root,
-            env={**os.environ, **own, **self.box.environment},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
+        env = {**os.environ, **own, **self.box.environment}
+        return call([*words, "--host", "gpu-box"], self.root, env, timeout=500)
 
     @property
     def runs(self) -> list[status.RunDir]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from launching import gone, launched, make_run, python, wait_for
 from trainer.processes import all_processes, descendants
 from trainer.status import RunDir
 
-needs_tini = pytest.mark.skipif(shutil.which("tini") is None, reason="tini is missing (make testbed)")
+needs_tini = pytest.mark.program("tini")
 under_tini_or_alone = pytest.mark.parametrize(
     "wrapper", [[], pytest.param(["tini", "-s", "--"], marks=needs_tini)], ids=["alone", "under tini"]
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,10 +43,10 @@ open('printed', 'w').close()
 while not os.path.exists('go'): time.sleep(0.02)
 print('late')
 """
-NO_CC = pytest.mark.skipif(shutil.which("cc") is None, reason="cc is missing (as root: make testbed)")
+NEEDS_CC = pytest.mark.program("cc")
 
 
-@pytest.mark.parametrize("which", [pytest.param("C", marks=NO_CC), "python -I", "pipeline"])
+@pytest.mark.parametrize("which", [pytest.param("C", marks=NEEDS_CC), "python -I", "pipeline"])
 @pytest.mark.parametrize("tty", [True, False])
 def test_a_line_comes_at_once_on_a_terminal_and_is_held_back_by_a_pipe(
     tmp_path: Path, request: pytest.FixtureRequest, which: str, tty: bool

@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -20,11 +19,11 @@ from typing import Any
 
 import pytest
 from deployed import CHECKOUT, Place, until
+from fabbed import FAB, call
 
 from deploy import actions, execute, logs, ssh, switch, target, weights_store
 from trainer import status
 
-FAB = [str(Path(sys.executable).with_name("fab"))]
 pytestmark = [pytest.mark.root, pytest.mark.sshd, pytest.mark.slow]
 
 COUNTING = """\
@@ -66,15 +65,7 @@ class Remote:
         return {**os.environ, **own, **more}
 
     def run(self, *words: str, host: str = "gpu-box", **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*FAB, *words, "--host", host],
-            cwd=self.root,
-            env=self.environment(**more),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
+        return call([*words, "--host", host], self.root, self.environment(**more), timeout=180)
 
     def ok(self, *words: str, host: str = "gpu-box", **more: str) -> str:
         done = self.run(*words, host=host, **more)
