@@ -211,8 +211,8 @@ def is_text(text: str) -> bool:
 
 
 def dotted(key: Iterable[str | int]) -> str:
-    """``restart.attempts`` for ("restart", "attempts")."""
-    return ".".join(str(part) for part in key)
+    """``restart.attempts`` for ("restart", "attempts"); a part with a line break is quoted."""
+    return ".".join(str(part) if str(part).isprintable() else repr(part) for part in key)
 
 
 def dump(value: Any) -> str:

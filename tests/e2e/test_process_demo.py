@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deployed import CHECKOUT, Place
+from deployed import CHECKOUT, Place, give_way
 
 from trainer import status
 
@@ -154,6 +154,7 @@ def test_the_demo_outlives_ctrl_c_and_goes_on_where_it_was(project: Project) -> 
     assert first.interrupt() == 130
     assert "the run goes on" in "\n".join(first.seen)
     assert project.run("0001-demo").alive()
+    give_way(project.run("0001-demo"))
 
     deadline = time.monotonic() + 60
     while "training" not in (said := project.text("make", "status")):  # heartbeats come once a second

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deployed import CHECKOUT, Place, steps, until
+from deployed import CHECKOUT, Place, give_way, steps, until
 from fabbed import call
 
 from trainer import status
@@ -58,6 +58,7 @@ def test_a_deploy_follows_the_training_there_to_its_end_and_a_restart_resumes_it
     done = demo.fab("deploy", "--no-follow")
     assert done.returncode == 0, done.stdout + done.stderr
     until(lambda: steps(demo.runs[0]) > 2, 240)
+    give_way(demo.runs[0])
 
     changed = demo.fab("restart", "--set", "max-steps=1", "--no-follow")
     assert changed.returncode == 0, changed.stdout + changed.stderr

@@ -44,10 +44,11 @@ def many(tmp_path: Path, commands: dict[str, list[str]]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_every_exit_code_is_passed_on_and_recorded(tmp_path):
-    codes = many(tmp_path, {str(code): ["sh", "-c", f"exit {code}"] for code in range(256)})
-    assert codes == {str(code): code for code in range(256)}
-    for code in range(256):
+def test_exit_codes_are_passed_on_and_recorded(tmp_path):
+    chosen = [0, 1, 2, 3, 42, 75, 100, *range(124, 148), 159, 192, 254, 255]  # also those that mean a signal
+    codes = many(tmp_path, {str(code): ["sh", "-c", f"exit {code}"] for code in chosen})
+    assert codes == {str(code): code for code in chosen}
+    for code in chosen:
         record = RunDir(tmp_path / str(code)).exit()
         assert (record.code, record.signal) == (code, None)
         assert record.reason == ("failed" if code else "finished")

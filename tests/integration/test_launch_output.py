@@ -251,8 +251,9 @@ def test_the_log_is_cut_into_segments_at_records_and_indexed(tmp_path):
     assert segments[-1][0] + segments[-1][1].stat().st_size == record.log_bytes
     kept = run.log.splitlines()
     assert kept == [b"line %06d" % n for n in range(20_000 - len(kept), 20_000)]
-    for line in (run.directory.log / "index").read_text().splitlines():
-        assert segments[0][0] <= int(line.split()[1]) <= record.log_bytes
+    first, *others = [int(line.split()[1]) for line in (run.directory.log / "index").read_text().splitlines()]
+    assert first <= record.log_bytes  # it tells when the oldest segment begins, so it may be about what went
+    assert all(segments[0][0] < offset <= record.log_bytes for offset in others)
 
 
 @pytest.mark.slow

@@ -378,4 +378,6 @@ def test_a_switch_goes_on_and_is_watched_again_after_a_lost_link(
     outcome = switch.watch(goal.host, record, cut, notes.append)
     goal.host.close()
     assert outcome.word == "done"
-    assert notes == ["── gpu-box: the connection was lost, reconnecting"]
+    lost, back = notes
+    assert lost == "── gpu-box: the connection was lost, reconnecting"
+    assert back.startswith("── gpu-box: connected again after ")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from samples import recipe
 
@@ -169,6 +169,9 @@ def test_any_value_of_the_environment_survives_the_file_and_the_command_line(
                                                                                       max_size=3), max_leaves=8),
        key=st.sampled_from(["trainer", "command", "environment", "secrets", "grace_seconds", "restart", "log",
                             "weights", "name", "x"]))  # fmt: skip
+@example(value={"\n": None}, key="secrets")
+@example(value={"a\nb": 1}, key="x")
+@example(value={"\r": {"\x1b": 1}}, key="restart")
 def test_whatever_stands_in_a_file_it_is_settings_or_one_sentence(value, key: str, tmp_path_factory) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed"
     path.mkdir(exist_ok=True)
