@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deployed import CHECKOUT, Place
-from fab_server import Server
+from forked import Python
 
 from trainer import status
 
 FAB = [str(Path(sys.executable).with_name("fab"))]
+PRELOADED = ("actions", "execute", "explain", "logs", "overview", "plan", "show", "ssh", "switch", "survey")
 # Says its greeting once, then counts until it is stopped.
 COUNTING = """\
 command:
@@ -36,8 +37,8 @@ grace_seconds: 5
 
 
 @functools.cache
-def server() -> Server:
-    started = Server(FAB[0], CHECKOUT)
+def server() -> Python:
+    started = Python(["fabric.main", *(f"deploy.{name}" for name in PRELOADED)], CHECKOUT)
     atexit.register(started.close)
     return started
 
@@ -46,7 +47,7 @@ def call(
     words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """``fab WORDS`` in `cwd`, as a process of its own."""
-    return server().run(words, cwd=cwd, env=env, timeout=timeout)
+    return server().run([*FAB, *words], cwd=cwd, env=env, timeout=timeout)
 
 
 @dataclasses.dataclass

@@ -8,10 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from deployed import CHECKOUT
+from trainings import python
 
 from trainer import toy
 from trainer.data import Completions
@@ -30,21 +33,25 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def process(cache: Path, shm: Path) -> subprocess.Popen[str]:
+class Maker:
     """Another process that makes or waits for the tiny toy, and prints what it is told and what it got."""
-    code = (
-        "import sys; from pathlib import Path; from trainer import toy\n"
-        "made = toy.ensure(Path(sys.argv[1]), Path(sys.argv[2]), lambda t: print(t, flush=True))\n"
-        "print('RESULT', made.made, made.digest, flush=True)"
-    )
-    environment = {**os.environ, "DRAFTHOUSE_TOY": "tiny", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", code, str(cache), str(shm)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=Path(toy.__file__).parent.parent,
-    )
+
+    def __init__(self, cache: Path, shm: Path) -> None:
+        code = (
+            "import sys; from pathlib import Path; from trainer import toy\n"
+            "made = toy.ensure(Path(sys.argv[1]), Path(sys.argv[2]), lambda t: print(t, flush=True))\n"
+            "print('RESULT', made.made, made.digest, flush=True)"
+        )
+        environment = {**os.environ, "DRAFTHOUSE_TOY": "tiny"}
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the test
+        fds = (self._out.fileno(), sys.stderr.fileno())
+        self.process = python().start(["-c", code, str(cache), str(shm)], CHECKOUT, environment, *fds)
+
+    def end(self, seconds: float = 240) -> tuple[int, str]:
+        """Returns the exit code and what was printed."""
+        code = self.process.wait(seconds)
+        self._out.seek(0)
+        return code, self._out.read()
 
 
 def only(pattern: str, cache: Path) -> Path:
@@ -138,9 +145,9 @@ def test_a_damaged_cache_is_made_anew_and_says_so(cache: Path, tmp_path: Path) -
 
 
 def test_of_two_processes_one_makes_it_and_the_other_waits_and_says_so(tmp_path: Path) -> None:
-    both = [process(tmp_path / "cache", tmp_path / "shm") for _ in range(2)]
-    outputs = [p.communicate(timeout=240)[0] for p in both]
-    assert [p.returncode for p in both] == [0, 0]
+    both = [Maker(tmp_path / "cache", tmp_path / "shm") for _ in range(2)]
+    codes, outputs = zip(*(maker.end() for maker in both), strict=True)
+    assert codes == (0, 0)
     results = [text.splitlines()[-1].split() for text in outputs]
     assert sorted(result[1] for result in results) == ["False", "True"]
     assert results[0][2] == results[1][2]
@@ -154,21 +161,19 @@ def test_a_process_that_is_stopped_while_making_it_leaves_no_half_result(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     cache = tmp_path / "cache"
-    stopped = process(cache, tmp_path / "shm")
+    stopped = Maker(cache, tmp_path / "shm")
     deadline = time.monotonic() + 120
     while not list(cache.glob(".toy-*.partial")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    stopped.send_signal(number)
-    stopped.communicate(timeout=60)
-    assert stopped.returncode != 0
+    stopped.process.send_signal(number)
+    assert stopped.end(60)[0] != 0
     assert list(cache.glob("toy-*")) == []
     assert not (tmp_path / "shm").exists()
     if number == signal.SIGINT:
         assert list(cache.glob(".toy-*.partial")) == []
     # What a killed process left is swept by the next one, which is not held up by it.
-    after = process(cache, tmp_path / "shm")
-    assert "RESULT True" in after.communicate(timeout=240)[0]
+    assert "RESULT True" in Maker(cache, tmp_path / "shm").end()[1]
     assert list(cache.glob(".toy-*.partial")) == []
 
 

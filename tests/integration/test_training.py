@@ -11,10 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import tiny
+from deployed import CHECKOUT
+from forked import Process
+from trainings import python, trainer
 
 from trainer import __main__ as program
 from trainer.status import RunDir
@@ -34,39 +38,30 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def start(run_dir: RunDir) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(run_dir: RunDir) -> Iterator[Callable[..., Process]]:
     """Starts trainers with stdout and stderr in <run directory>/out.txt; ends what a test left behind."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Process] = []
 
-    def begin(flags: list[str], **environment: str) -> subprocess.Popen[str]:
+    def begin(flags: list[str]) -> Process:
         with open(run_dir.path / "out.txt", "ab") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "trainer", *flags],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={
-                    **os.environ,
-                    "DRAFTHOUSE_RUN_DIR": str(run_dir.path),
-                    "OMP_NUM_THREADS": "1",
-                    **environment,
-                },
+            env = {**os.environ, "DRAFTHOUSE_RUN_DIR": str(run_dir.path)}
+            process = python().start(
+                ["-u", "-m", "trainer", *flags], CHECKOUT, env, out.fileno(), out.fileno()
             )
         started.append(process)
         return process
 
     yield begin
     for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait(60)
 
 
 def output(run_dir: RunDir) -> str:
     return (run_dir.path / "out.txt").read_text()
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], process: Any, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the trainer ended before"
@@ -85,7 +80,7 @@ LINE = re.compile(
 def test_a_run_leaves_its_log_heartbeat_metrics_events_and_checkpoints(
     model: tuple[Path, Path],
     run_dir: RunDir,
-    start: Callable[..., subprocess.Popen[str]],
+    start: Callable[..., Process],
     tmp_path: Path,
 ) -> None:
     flags = tiny.flags(
@@ -130,12 +125,7 @@ def test_training_on_one_text_learns_it(tmp_path: Path) -> None:
     flags = tiny.flags(
         target, tmp_path / "data", tmp_path / "out", epochs=60, max_steps=60, init_from_target=True
     )
-    ended = subprocess.run(
-        [sys.executable, "-m", "trainer", *flags, "--cache-features"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    ended = trainer([*flags, "--cache-features"])
     assert ended.returncode == 0, ended.stderr
     taus = [float(tau) for tau in re.findall(r"τ̂ (\d\.\d\d)", ended.stdout)]
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", ended.stdout)]
@@ -149,7 +139,7 @@ def test_training_on_one_text_learns_it(tmp_path: Path) -> None:
 def test_a_signal_during_training_saves_and_exits_0(
     model: tuple[Path, Path],
     run_dir: RunDir,
-    start: Callable[..., subprocess.Popen[str]],
+    start: Callable[..., Process],
     tmp_path: Path,
     number: signal.Signals,
 ) -> None:
@@ -166,7 +156,7 @@ def test_a_signal_during_training_saves_and_exits_0(
 
 @pytest.mark.slow
 def test_requests_are_carried_out_at_a_step_boundary_and_answered(
-    model: tuple[Path, Path], run_dir: RunDir, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    model: tuple[Path, Path], run_dir: RunDir, start: Callable[..., Process], tmp_path: Path
 ) -> None:
     process = start(tiny.flags(*model, tmp_path / "out", epochs=100000))
     wait_for(lambda: "step 2/" in output(run_dir), process)
@@ -186,7 +176,7 @@ def test_requests_are_carried_out_at_a_step_boundary_and_answered(
 
 @pytest.mark.slow
 def test_usr1_prints_every_threads_stack_and_training_goes_on(
-    model: tuple[Path, Path], run_dir: RunDir, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    model: tuple[Path, Path], run_dir: RunDir, start: Callable[..., Process], tmp_path: Path
 ) -> None:
     process = start(tiny.flags(*model, tmp_path / "out", epochs=100000))
     wait_for(lambda: "step 2/" in output(run_dir), process)
@@ -199,32 +189,28 @@ def test_usr1_prints_every_threads_stack_and_training_goes_on(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_loading_ends_at_once_without_a_trace(
-    model: tuple[Path, Path],
-    run_dir: RunDir,
-    start: Callable[..., subprocess.Popen[str]],
-    tmp_path: Path,
-    number: signal.Signals,
+    model: tuple[Path, Path], run_dir: RunDir, tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = start(tiny.flags(*model, tmp_path / "out"))
-    wait_for(lambda: "vocabulary" in output(run_dir), process)  # said before torch is imported
-    process.send_signal(number)
-    assert process.wait(60) == -number
+    command = [sys.executable, "-u", "-m", "trainer", *tiny.flags(*model, tmp_path / "out")]
+    with open(run_dir.path / "out.txt", "ab") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=CHECKOUT)
+    try:
+        wait_for(lambda: "vocabulary" in output(run_dir), process)  # said before torch is imported
+        process.send_signal(number)
+        assert process.wait(60) == -number
+    finally:
+        process.kill()
     assert "Traceback" not in output(run_dir)
     assert not list((tmp_path / "out").glob("*/step-*"))
 
 
 @pytest.mark.slow
 def test_a_second_trainer_for_the_same_output_is_refused(
-    model: tuple[Path, Path], run_dir: RunDir, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    model: tuple[Path, Path], run_dir: RunDir, start: Callable[..., Process], tmp_path: Path
 ) -> None:
     process = start(tiny.flags(*model, tmp_path / "out", epochs=100000))
     wait_for(lambda: "step 2/" in output(run_dir), process)
-    second = subprocess.run(
-        [sys.executable, "-m", "trainer", *tiny.flags(*model, tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    second = trainer(tiny.flags(*model, tmp_path / "out"))
     assert second.returncode == 2
     assert "another trainer is writing there" in second.stderr
     assert process.poll() is None
