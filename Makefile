@@ -116,6 +116,8 @@ clean:  ## remove .venv and what tests and tools keep here
 # requirements change; the code is installed as editable, and needs no reinstall.
 $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "Installing into $(VENV): $* (the log is $(VENV)/install.log)"
+	@# The pip that comes with Python 3.11 takes three times as long; without a network it will do.
+	@$(VENV)/bin/python -m pip install -q -c constraints.txt --upgrade pip >$(VENV)/install.log 2>&1 || true
 	@# Read by the shell, line by line: mawk, Debian's awk, would hold the lines back.
 	@if ! PYTHONUNBUFFERED=1 $(VENV)/bin/python -m pip install --progress-bar off -c constraints.txt -e '.[$*]' 2>&1 \
 	  | tee $(VENV)/install.log \
