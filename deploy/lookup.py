@@ -43,6 +43,11 @@ def look(wanted: dict[str, Any]) -> dict[str, Any]:
     return {key: known[key](**question) for key, question in wanted.items()}
 
 
+def look_each(wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`look` for each of several runs."""
+    return [look(questions) for questions in wanted]
+
+
 def interpreter(
     python: str, modules: list[str], program: str | None, path: str, directory: str | None
 ) -> dict[str, Any]:

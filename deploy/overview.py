@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import queue
 import shlex
 import threading
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import details, drift, plan, release, settings, survey
+from deploy import details, drift_check, health_words
 from deploy.errors import USAGE, DeployError, either, nearest
 from deploy.health import Verdict, number, table, verdict
 from deploy.runtimes import compose
@@ -49,6 +48,7 @@ class Row:
     evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # see deploy.details
     links: Mapping[str, str] = dataclasses.field(default_factory=dict)  # only what this run printed itself
     drift: tuple[str, ...] | None = None  # None: not known, because nothing is rendered for it
+    applied_by: str | None = None  # the command that makes an end of the drift
 
 
 def rows(goal: Target, facts: Mapping[str, Any], name: str | None, run_id: str | None = None) -> list[Row]:
@@ -65,7 +65,9 @@ def rows(goal: Target, facts: Mapping[str, Any], name: str | None, run_id: str |
     for run in wanted:
         if run["name"] not in newest or not _given_up(facts, run):
             newest[run["name"]] = run["run_id"]
-    return [row(goal, facts, run) for run in wanted if run["alive"] or run["run_id"] == newest[run["name"]]]
+    shown = [run for run in wanted if run["alive"] or run["run_id"] == newest[run["name"]]]
+    drifts = drift_check.of_runs(goal, facts, [run for run in shown if run["alive"]])
+    return [row(goal, facts, run, drifts.get(run["run_id"])) for run in shown]
 
 
 def _given_up(facts: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
@@ -75,7 +77,9 @@ def _given_up(facts: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
     return not told and not any(at_work)
 
 
-def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
+def row(
+    goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any], drift: tuple[str, ...] | None = None
+) -> Row:
     host_name = None if goal.settings.name == "localhost" else goal.settings.name
     # Whether a switch is under way is told by its lock, which its record cannot know.
     seen = {**run, "switch_lives": bool(facts["switch"].get(run["name"])), "given_up": _given_up(facts, run)}
@@ -118,14 +122,18 @@ def row(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> Row:
             for key, link in table(main, "links").items()
             if isinstance(link, str)
         },
-        drift=drift_of(goal, facts, run) if run["alive"] else None,
+        drift=drift,
+        applied_by=_with_file(goal, run, health_words.command("restart", run["name"], host_name))
+        if drift
+        else None,
     )
 
 
 def _with_file(goal: Target, run: Mapping[str, Any], command: str | None) -> str | None:
     """`fab deploy --name exp` would start the default run's file under that name: the run's own is added."""
     file = (run["run"] or {}).get("run_file")
-    if command is None or not command.startswith("fab deploy") or not isinstance(file, str) or not file:
+    renders = command is not None and command.startswith(("fab deploy", "fab restart"))
+    if command is None or not renders or not isinstance(file, str) or not file:
         return command
     word = Path(file).stem if str(Path(file).parent) == "runs" else file
     default = goal.settings.run or goal.project.default_run
@@ -134,54 +142,6 @@ def _with_file(goal: Target, run: Mapping[str, Any], command: str | None) -> str
 
 def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
-
-
-def drift_of(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Every difference between a run in progress, its release, and what would be rendered for it now.
-
-    None if nothing at all can be told. See `deploy.drift` for what is compared.
-    """
-    known = tuple(drift.of_process(run, facts.get("images") or ()))
-    deployed = ((run["run"] or {}).get("release") or {}).get("id")
-    if deployed:
-        known += tuple(drift.of_release(release.changed(facts, run["name"], deployed)))
-    rendered = _against_files(goal, facts, run, deployed) if deployed else None
-    if rendered is None:
-        return known or (() if run.get("running") else None)
-    return (*rendered, *known)
-
-
-def _against_files(
-    goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any], deployed: str
-) -> tuple[str, ...] | None:
-    """What a deploy of the run's own file would change; None if it was deployed from another place.
-
-    Its own --set changes belong to it and are no difference.
-    """
-    written = run["run"]
-    if not written.get("run_file") or not os.path.isfile(goal.project.root / written["run_file"]):
-        return None
-    changes = [f"{key}={value}" for key, value in (written.get("changes") or {}).items()]
-    try:
-        wanted = settings.load_run(
-            goal.project, written["run_file"], host=goal.settings, name=run["name"], changes=changes
-        )
-        found = survey.take(
-            goal.project, goal.host, goal.settings, wanted.settings, facts, read_weights=False
-        )
-        if found.weights_problems or found.data_problems:
-            return (found.weights_problems + found.data_problems)[:1]
-        if found.weights is not None and found.weights.action == "changed":
-            return (f"weights: the files in {found.weights.source} have changed",)
-        new = plan.make_release(found, goal.settings, wanted.settings)
-    except DeployError as error:
-        return (str(error),)
-    if new.id == deployed:
-        return ()
-    before = release.deployed(goal.host, found.layout, deployed)
-    if before is None:
-        return (f"release {new.id} is rendered",)
-    return tuple(release.differences(before[0], before[1], new))
 
 
 @dataclass(frozen=True)

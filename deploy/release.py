@@ -17,6 +17,7 @@ code are one release, and whatever differs is another. `build` is pure, `write` 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import subprocess
@@ -269,14 +270,20 @@ def needed(app: Mapping[str, bytes], start: str) -> dict[str, bytes]:
         if name in found or name not in app:
             continue
         found[name] = app[name]
-        for node in ast.walk(ast.parse(app[name], name)):
-            modules = []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            wanted += [f"{module.replace('.', '/')}.py" for module in modules]
+        wanted += _imported(app[name])
     return found
+
+
+@functools.cache
+def _imported(source: bytes) -> tuple[str, ...]:
+    """The files that Python looks for first when a module's source imports others absolutely."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(f"{module.replace('.', '/')}.py" for module in found)
 
 
 def differences(old: Mapping[str, bytes] | None, old_digests: Mapping[str, str], new: Release) -> list[str]:
@@ -435,11 +442,19 @@ def git_state(root: Path) -> dict[str, Any]:
 
 def deployed(host: Host, layout: Layout, release_id: str) -> tuple[dict[str, bytes], dict[str, str]] | None:
     """(files that people compare, per-file digests) of a release on a host; None if it is not there."""
-    found = onhost.ask(host, "deploy.release_store:read", layout.release(release_id))
-    if found is None:
-        return None
-    texts = found["files"].items()
-    return {name: text.encode("utf-8", "surrogateescape") for name, text in texts}, found["digests"]
+    return deployed_each(host, [layout.release(release_id)])[0]
+
+
+def deployed_each(host: Host, paths: Sequence[str]) -> list[tuple[dict[str, bytes], dict[str, str]] | None]:
+    """`deployed` of several releases by their directories; the host is asked once."""
+    return [
+        found
+        and (
+            {name: text.encode("utf-8", "surrogateescape") for name, text in found["files"].items()},
+            found["digests"],
+        )
+        for found in onhost.ask(host, "deploy.release_store:read_each", list(paths))
+    ]
 
 
 def damage(host: Host, layout: Layout, release: Release) -> list[str] | None:

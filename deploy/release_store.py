@@ -26,6 +26,11 @@ def damage(path: str) -> list[str] | None:
     return probe.changed(Path(path))
 
 
+def read_each(paths: list[str]) -> list[dict[str, Any] | None]:
+    """`read` for each of several releases."""
+    return [read(path) for path in paths]
+
+
 def read(path: str) -> dict[str, Any] | None:
     """What people compare: ``{"digests": {file: digest}, "files": {file: text}}``, code by its digests only.
 

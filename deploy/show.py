@@ -55,7 +55,7 @@ def status(rows: Sequence[Row], colour: bool = False, verbose: bool = False) -> 
         lines.append("  ".join([f"{row.host}  {row.run_id:<{names}}  {word}", *figures(row)]))
         lines += [f"    {key}: {value}" for key, value in row.links.items()]
         if row.drift:
-            lines.append("    drift: the run differs from what is rendered now; fab restart applies it")
+            lines.append(f"    drift: the run differs from what is rendered now; {row.applied_by} applies it")
             lines += [f"      {difference}" for difference in row.drift]
         if verbose:
             lines += [f"    {line}" for line in evidence.lines(row)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Survey:
     layout: Layout
     interpreter: Interpreter
     app: Mapping[str, bytes]  # the trainer's sources in this checkout
-    git: Mapping[str, Any]
+    git: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weights: Weights | None = None
     weights_problems: tuple[str, ...] = ()
     data: str | None = None  # on the host
@@ -67,47 +68,120 @@ def take(
     run: RunSettings,
     facts: Mapping[str, Any],
     progress: Callable[[str], None] = lambda text: None,
-    *,
-    read_weights: bool = True,
 ) -> Survey:
-    """Read what the plan needs besides the probe's facts. Without `read_weights` nothing large is read.
+    """Read what the plan needs besides the probe's facts.
 
     The host is asked once, and once more only if weights that lie there must be read.
     """
-    layout = layout_of(settings, facts, run.name)
-    python = settings.python or facts["python_path"]
-    model = Directory.find(project, settings, run.weights, toy=TOY)
-    data = Directory.find(project, settings, run.data, toy=TOY)
-    wanted: dict[str, Any] = {"state": {"checkpoints": layout.checkpoints}}
-    contained = runtimes.choose(settings, facts, run.name)[0] == "compose"
-    if not contained:
-        wanted["interpreter"] = _question(python, run, working_directory(project, settings, run))
-    if model and model.here:
-        wanted["copies"] = {"name": model.name, "places": [f"{layout.state}/weights", layout.shm]}
-    elif model:
-        wanted["weights"] = {"source": model.given, "shm": layout.shm, "read": False}
-    if data and not data.here:
-        wanted["data"] = {"source": data.given}
-    elif data:
-        wanted["data_copies"] = {"name": data.name, "places": [f"{layout.state}/data"]}
+    question = _Question.of(project, settings, run, facts)
+    wanted = {**question.wanted, "state": {"checkpoints": question.layout.checkpoints}}
+    if not question.contained:
+        directory = working_directory(project, settings, run)
+        wanted["interpreter"] = _interpreters_question(question.python, run, directory)
     answers = onhost.ask(host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)
-    reading = (host, layout, progress, read_weights)
-    staged, weight_problems = _weights(run, model, answers, *reading)
-    path, copy, data_problems = _data(run, data, answers, *reading)
+    found = _answered(question, answers, host, progress, read=True)
+    return dataclasses.replace(
+        found,
+        interpreter=found.interpreter
+        if question.contained
+        else _interpreter(question.python, answers["interpreter"]),
+        git=release.git_state(CHECKOUT),
+        secret_problems=tuple(secrets.problems(run.secrets, project.root)),
+        checkpoint=answers["state"],
+    )
+
+
+def of_releases(
+    project: Project,
+    host: Host,
+    settings: HostSettings,
+    runs: Sequence[RunSettings],
+    facts: Mapping[str, Any],
+) -> list[Survey]:
+    """What decides the releases that these settings would give, and no more; nothing large is read.
+
+    The host is asked once for all of them.
+    """
+    questions = [_Question.of(project, settings, run, facts) for run in runs]
+    wanted = [question.wanted for question in questions]
+    answers = (
+        onhost.ask(host, "deploy.lookup:look_each", wanted, timeout=LOOK_TIMEOUT) if any(wanted) else wanted
+    )
+    app = release.trainer_files(CHECKOUT)
+    return [
+        _answered(question, answer, host, lambda text: None, read=False, app=app)
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What has to be asked of a host for a run's settings, and whom the answers are for."""
+
+    settings: HostSettings
+    run: RunSettings
+    facts: Mapping[str, Any]
+    layout: Layout
+    python: str
+    contained: bool
+    model: Directory | None
+    data: Directory | None
+
+    @classmethod
+    def of(
+        cls, project: Project, settings: HostSettings, run: RunSettings, facts: Mapping[str, Any]
+    ) -> _Question:
+        return cls(
+            settings,
+            run,
+            facts,
+            layout_of(settings, facts, run.name),
+            settings.python or facts["python_path"],
+            runtimes.choose(settings, facts, run.name)[0] == "compose",
+            Directory.find(project, settings, run.weights, toy=TOY),
+            Directory.find(project, settings, run.data, toy=TOY),
+        )
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """The questions about weights and data, for `deploy.lookup`."""
+        model, data, layout = self.model, self.data, self.layout
+        asked: dict[str, Any] = {}
+        if model and model.here:
+            asked["copies"] = {"name": model.name, "places": [f"{layout.state}/weights", layout.shm]}
+        elif model:
+            asked["weights"] = {"source": model.given, "shm": layout.shm, "read": False}
+        if data and not data.here:
+            asked["data"] = {"source": data.given}
+        elif data:
+            asked["data_copies"] = {"name": data.name, "places": [f"{layout.state}/data"]}
+        return asked
+
+
+def _answered(
+    question: _Question,
+    answers: Mapping[str, Any],
+    host: Host,
+    progress: Callable[[str], None],
+    *,
+    read: bool,
+    app: Mapping[str, bytes] | None = None,
+) -> Survey:
+    run, layout = question.run, question.layout
+    reading = (host, layout, progress, read)
+    staged, weights_problems = _weights(run, question.model, answers, *reading)
+    path, copy, data_problems = _data(run, question.data, answers, *reading)
     return Survey(
-        facts,
+        question.facts,
         layout,
-        Interpreter(compose.python(run)) if contained else _interpreter(python, answers["interpreter"]),
-        release.trainer_files(CHECKOUT),
-        release.git_state(CHECKOUT),
-        staged,
-        weight_problems,
-        path,
-        copy,
-        data_problems,
-        tuple(secrets.problems(run.secrets, project.root)),
-        answers["state"],
-        compose.image(CHECKOUT, settings, run, facts),
+        Interpreter(compose.python(run) if question.contained else question.python),
+        release.trainer_files(CHECKOUT) if app is None else app,
+        weights=staged,
+        weights_problems=weights_problems,
+        data=path,
+        data_copy=copy,
+        data_problems=data_problems,
+        image=compose.image(CHECKOUT, question.settings, run, question.facts),
     )
 
 
@@ -149,7 +223,7 @@ class Directory:
         return cls(text, here=False)
 
 
-def _question(python: str, run: RunSettings, directory: str | None) -> dict[str, Any]:
+def _interpreters_question(python: str, run: RunSettings, directory: str | None) -> dict[str, Any]:
     """To the trainer's Python: who it is, what it has, and whether a foreign command's program exists."""
     return {
         "python": python,

@@ -166,7 +166,7 @@ def test_a_corrected_script_whose_process_was_not_restarted_is_drift_until_it_is
     (found,) = drift(fab)
     assert found.startswith("train.py: changed at ")
     assert found.endswith(", after the process had started")
-    assert "fab restart applies it" in fab.ok("status")
+    assert "; fab restart --name demo applies it" in fab.ok("status")
 
 
 @pytest.mark.slow

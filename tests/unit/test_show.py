@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from samples import LOCALHOST, NOW, facts, run
 
-from deploy import overview, show
+from deploy import onhost, overview, show
 from deploy.host import Local
 from deploy.settings import Project
 from deploy.sizes import age, size
@@ -144,10 +144,16 @@ def test_memory_is_that_of_all_ranks() -> None:
 
 def test_drift_stands_under_the_run_that_has_it() -> None:
     row = overview.Row(
-        "localhost", "0007-demo", "demo", "training", "step 1", drift=("trainer.lr: 1 → 2", "x: new")
+        "localhost",
+        "0007-demo",
+        "demo",
+        "training",
+        "step 1",
+        drift=("trainer.lr: 1 → 2", "x: new"),
+        applied_by="fab restart --name demo",
     )
     assert show.status([row]).splitlines()[1:] == [
-        "    drift: the run differs from what is rendered now; fab restart applies it",
+        "    drift: the run differs from what is rendered now; fab restart --name demo applies it",
         "      trainer.lr: 1 → 2",
         "      x: new",
     ]
@@ -168,6 +174,33 @@ def test_a_run_file_that_was_broken_since_is_said_where_the_drift_would_stand(tm
     rows = overview.rows(target(tmp_path), facts(runs=[run(run={"run_file": "runs/demo.yaml"})]), None)
     assert rows[0].drift is not None
     assert rows[0].drift[0].startswith("runs/demo.yaml:1 is not valid YAML: ")
+
+
+def test_what_ends_the_drift_is_a_command_for_that_run_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "exp.yaml").write_text("command: [a")
+    wanted = {"name": "exp-2", "run_file": "runs/exp.yaml"}
+    mine = run("0001-exp-2", run=wanted)
+    assert overview.rows(target(tmp_path), facts(runs=[mine]), None)[0].applied_by == (
+        "fab restart --name exp-2 --run exp"
+    )
+
+
+def test_the_host_is_asked_about_all_runs_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    runs = []
+    for number, name in enumerate("abc", 1):
+        # The data have to be looked for on the host, and none of the releases is there.
+        text = f"data: {tmp_path}\ncommand: [sleep, '{number}']\n"
+        (tmp_path / "runs" / f"{name}.yaml").write_text(text)
+        words = {"name": name, "run_file": f"runs/{name}.yaml", "release": {"id": 12 * "0"}}
+        runs.append(run(f"000{number}-{name}", run=words))
+    asked = []
+    real = onhost.ask
+    monkeypatch.setattr(onhost, "ask", lambda *words, **more: asked.append(words[1]) or real(*words, **more))
+    rows = overview.rows(target(tmp_path), facts(runs=runs), None)
+    assert asked == ["deploy.lookup:look_each", "deploy.release_store:read_each"]
+    assert [len(row.drift or ()) for row in rows] == [1, 1, 1]
 
 
 def test_runs_are_a_table_newest_first() -> None:
