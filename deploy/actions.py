@@ -349,7 +349,10 @@ def plan_prune(
             progress(f"{next(iter(at_work.values()))}; waiting up to {lock_wait.seconds:g} s")
             told = True
         time.sleep(0.5)
-    return pruning.decide(goal.settings.name, found, facts.get("images") or (), keep=keep, name=name)
+    engine = facts["engine"]
+    known = engine["answers"] and not engine.get("incomplete")
+    images = facts["images"] if known else None
+    return pruning.decide(goal.settings.name, found, images, keep=keep, name=name)
 
 
 def prune_now(goal: Target, made: Prune, report: Progress, lock_wait: Patience) -> tuple[int, list[str]]:

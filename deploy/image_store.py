@@ -6,7 +6,7 @@ Python >= 3.9. `where` is the machine's name in sentences; `images` is the direc
     blobs/<sha256>       layers and configuration of the last ship, each checked; what the next one builds on
     incoming/            what a ship is bringing; .partial/ in it is what an interrupted one has brought
     seeds/<sha256>       the old layer that a new one most resembles, for rsync to take the difference to
-    shipped.json         which blobs make the image, in order
+    shipped.json         of which image they are, and which make it, in order
     load.json, load.lock the load in progress or the last one, and who does it
 """
 
@@ -407,7 +407,7 @@ def load(
     if not found:
         reason = outcome.get("error") or "the load was killed"
         raise DeployError(f"the engine on {where} could not load the image: {reason}")
-    _keep_only(root, blobs)
+    _keep_only(root, blobs, reference)
     return found
 
 
@@ -546,7 +546,7 @@ def _header(name: str, count: int) -> bytes:
     return member.tobuf(tarfile.GNU_FORMAT)
 
 
-def _keep_only(root: Path, blobs: Sequence[Sequence[Any]]) -> None:
+def _keep_only(root: Path, blobs: Sequence[Sequence[Any]], reference: str) -> None:
     """The image is there: keep its blobs for the next ship to build on, and drop those of the one before.
 
     Others than these may be those of a ship that is under way.
@@ -554,7 +554,8 @@ def _keep_only(root: Path, blobs: Sequence[Sequence[Any]]) -> None:
     names = {name for name, _ in blobs}
     before = {name for name, _ in _json(root / "shipped.json").get("blobs") or []}
     temporary = root / ".shipped.json"
-    temporary.write_text(json.dumps({"blobs": [list(blob) for blob in blobs]}), encoding="utf-8")
+    shipped = {"reference": reference, "blobs": [list(blob) for blob in blobs]}
+    temporary.write_text(json.dumps(shipped), encoding="utf-8")
     os.replace(temporary, root / "shipped.json")
     for file in (root / "blobs").iterdir():
         with contextlib.suppress(OSError):

@@ -23,6 +23,9 @@ MANIFEST = ".drafthouse.json"  # in every copy of weights or data that we made
 TRASH = ".pruned-"
 STORES = ("weights", "data")  # below the state: copies on disk
 KEPT_ASIDE = 30 * 86400.0  # seconds; a damaged release was moved aside so that nothing is lost
+SHIPPED = ("images", "blobs")  # below the state: the layers of the last ship, which the next one builds on
+SHIPPING = ("incoming", "seeds")  # beside them: what a ship is at work with
+SHIP_PATIENCE = 86400.0  # seconds in which an interrupted ship may be gone on with
 LOCK_PATIENCE = 0.3  # seconds: a probe that looks at the lock holds it for a moment
 # Where copies are made, which may be all programs' shared memory: only what `weights_store` and we leave.
 _OURS = re.compile(r"\.(?:.+\.incoming\.[^.]+|damaged-.+@.+|pruned-.+-\d+)")
@@ -33,9 +36,10 @@ def survey(state: str, shm: str) -> dict[str, Any]:
     """All that could be removed, and what says whether it may be. Sizes in bytes, times in Unix seconds.
 
     names {name: {current, previous, releases [item], checkpoints [item], latest, busy}}, runs [item with
-    run_id, name, alive, release, image, reason, uses], copies [item], tools [item], boot (a name of tools),
-    leftovers [item]; an item is {path, id, bytes, modified}, `uses` are the copies that run.json or boot.json
-    name, and `busy` says who deploys the name just now.
+    run_id, name, alive, release, image, reason, uses], copies [item], shipped (item with reference, or null),
+    tools [item], boot (a name of tools), leftovers [item]; an item is {path, id, bytes, modified}, `uses` are
+    the copies that run.json or boot.json name, `busy` says who deploys the name just now, and `reference` is
+    the image whose layers have been shipped, or null.
     """
     root, memory = Path(state), Path(shm)
     copies = [
@@ -50,6 +54,7 @@ def survey(state: str, shm: str) -> dict[str, Any]:
         "names": {path.name: _name(path) for path in _entries(root / "names") if path.is_dir()},
         "runs": [_run(run, copies) for run in status.list_runs(root / "runs")],
         "copies": [_item(path) for path in copies],
+        "shipped": _shipped(root),
         "tools": [_item(path) for path in _entries(tools) if path.is_dir() and not path.is_symlink()],
         "boot": _link(tools / "boot"),
         "leftovers": [_item(path) for path in _leftovers(root, memory)],
@@ -90,8 +95,8 @@ def _run(run: status.RunDir, copies: list[Path]) -> dict[str, Any]:
 def _leftovers(root: Path, memory: Path) -> list[Path]:
     """What an interrupted write, push or prune left: hidden directories where things appear by rename."""
     copies = [memory, *(root / name for name in STORES)]
-    own = [root / "tools", *(name / "releases" for name in _entries(root / "names"))]
-    found = []
+    own = [root / "tools", root / "images", *(name / "releases" for name in _entries(root / "names"))]
+    found = [path for name in SHIPPING if _abandoned(path := root / "images" / name)]
     for place in (*copies, *own):
         try:
             entries = sorted(place.iterdir())
@@ -103,6 +108,19 @@ def _leftovers(root: Path, memory: Path) -> list[Path]:
             if _is_leftover(path.name, place in own) and path.is_dir() and not path.is_symlink()
         ]
     return found
+
+
+def _shipped(root: Path) -> dict[str, Any] | None:
+    blobs = root.joinpath(*SHIPPED)
+    if not _entries(blobs):
+        return None
+    return {**_item(blobs), "reference": _object(blobs.parent / "shipped.json").get("reference")}
+
+
+def _abandoned(path: Path) -> bool:
+    """Whether a directory of files has some, and none of today."""
+    item = _item(path)
+    return bool(item["bytes"]) and time.time() - item["modified"] > SHIP_PATIENCE
 
 
 def _is_leftover(name: str, own: bool) -> bool:
@@ -263,6 +281,11 @@ def _in_use(path: Path, root: Path, memory: Path, counting: Sequence[_Counting])
         if path.name == _link(root / "tools" / "boot"):
             return "is what starts runs after a reboot"
         return "is used by a process" if _on_a_command_line(str(path)) else None
+    if len(way) == 2 and way[0] == "images":
+        if path.name.startswith("."):
+            return None
+        if way == SHIPPED or (path.name in SHIPPING and _abandoned(path)):
+            return "is being loaded by the engine" if files.holder(root / "images" / "load.lock") is not None else None
     copy = (below[0] == memory and len(way) == 1) or (len(way) == 2 and way[0] in STORES)
     if copy and (_is_leftover(path.name, False) or (path / MANIFEST).is_file()):
         if _mapped(str(path)):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from deploy import lock, onhost
 from deploy.errors import DeployError
 from deploy.host import Host, HostError
+from deploy.image import PACKAGES_LABEL
 from deploy.lock import Patience
 from deploy.sizes import size
 
@@ -34,7 +35,7 @@ Report = Callable[[str], None]
 class Item:
     """One thing that is removed: a directory on the host, or an image by its tag."""
 
-    kind: str  # release | run | checkpoints | weights | data | tool | leftover | image
+    kind: str  # release | run | checkpoints | weights | data | tool | leftover | image | layers
     what: str  # for people
     path: str  # or the image's tag
     bytes: int
@@ -75,12 +76,12 @@ class Prune:
 def decide(
     host: str,
     found: Mapping[str, Any],
-    images: Iterable[Mapping[str, Any]] = (),
+    images: Sequence[Mapping[str, Any]] | None = (),
     *,
     keep: int = KEEP,
     name: str | None = None,
 ) -> Prune:
-    """What can go, by what `deploy.leftovers.survey` found and the probe's images.
+    """What can go, by what `deploy.leftovers.survey` found and the probe's images (None: the engine is silent).
 
     `keep` releases and runs of each name stay besides those that must; with `name`, only what belongs to it
     is looked at.
@@ -113,7 +114,10 @@ def decide(
             for item in found["leftovers"]
             if _settled(item, found)
         ]
-        items += _images(images, [run for run in runs if run["run_id"] in kept_runs])
+        gone = _images(images or (), [run for run in runs if run["run_id"] in kept_runs])
+        items += gone
+        if images is not None:
+            items += _layers(found.get("shipped"), images, {item.path for item in gone})
     return Prune(host, keep, tuple(items), tuple(skipped))
 
 
@@ -193,25 +197,42 @@ def _copies(found: Mapping[str, Any], kept_runs: set[str]) -> list[Item]:
     return items
 
 
-def _images(images: Iterable[Mapping[str, Any]], kept: Sequence[Mapping[str, Any]]) -> list[Item]:
+def _images(images: Sequence[Mapping[str, Any]], kept: Sequence[Mapping[str, Any]]) -> list[Item]:
     """Images of ours that no run that stays was started from. Their packages stay while an image has them.
 
-    Ours are those that a deploy has named by their content: what somebody built by hand has another tag.
+    Ours are those that a deploy has named by their content: what somebody built by hand has another tag. The
+    engine counts the packages in each image on top of them; they are given back with their own name only.
     """
     wanted = {run["image"] for run in kept if run["image"]}
     own = [(tag, image) for image in images for tag in image.get("tags") or () if _DEPLOYED.fullmatch(tag)]
     stay = [image for tag, image in own if tag in wanted]
     labels = [image.get("labels") for image in stay]
-    packages = {(label or {}).get("drafthouse.packages") for label in labels}
+    packages = {(label or {}).get(PACKAGES_LABEL) for label in labels}
+    sizes = {tag: int(image.get("bytes") or 0) for tag, image in own}
     items = []
     for tag, image in own:
         if tag in wanted:
             continue
         # Without labels nobody can say whose packages these are.
-        if tag.startswith(_PACKAGES) and (tag in packages or None in packages or not stay):
+        if tag.startswith(_PACKAGES) and (tag in packages or None in packages):
             continue
-        items.append(Item("image", tag, tag, int(image.get("bytes") or 0)))
+        below = (image.get("labels") or {}).get(PACKAGES_LABEL)
+        shared = sizes.get(below, 0) if below != tag else 0
+        items.append(Item("image", tag, tag, max(0, sizes[tag] - shared)))
     return items
+
+
+def _layers(
+    shipped: Mapping[str, Any] | None, images: Sequence[Mapping[str, Any]], gone: Collection[str]
+) -> list[Item]:
+    """The layers of the last ship, unless an image that stays is of them: the next ship builds on them then."""
+    if shipped is None:
+        return []
+    reference = shipped["reference"]
+    there = {tag for image in images for tag in image.get("tags") or ()}
+    if reference in there - set(gone):
+        return []
+    return [Item("layers", f"shipped for {reference or 'an image'}", shipped["path"], shipped["bytes"])]
 
 
 def _settled(item: Mapping[str, Any], found: Mapping[str, Any]) -> bool:

@@ -119,6 +119,36 @@ def test_images_of_runs_that_stay_stay_with_their_packages_and_other_peoples_are
     assert what(made, "image") == ["drafthouse:bbbbbbbbbbbb", "drafthouse:packages-2"]
     del images[0]["labels"]
     assert what(prune.decide("box", found(runs), images), "image") == ["drafthouse:bbbbbbbbbbbb"]
+    runs[0]["image"] = None  # the last run of ours is of another runtime by now
+    assert "drafthouse:packages-1" in what(prune.decide("box", found(runs), images), "image")
+
+
+PACKAGES = {"drafthouse.packages": "drafthouse:packages-1"}
+TWO = [
+    {"id": "1", "tags": ["drafthouse:aaaaaaaaaaaa"], "bytes": 1007, "labels": PACKAGES},
+    {"id": "2", "tags": ["drafthouse:packages-1"], "bytes": 1000, "labels": PACKAGES},
+]
+
+
+def test_packages_count_once_and_not_with_each_image_on_top_of_them() -> None:
+    made = prune.decide("box", found([]), TWO)
+    assert [(one.what, one.bytes) for one in made.items] == [
+        ("drafthouse:aaaaaaaaaaaa", 7),
+        ("drafthouse:packages-1", 1000),
+    ]
+
+
+def test_shipped_layers_stay_while_an_image_that_stays_is_of_them() -> None:
+    layers = {**item(f"{STATE}/images/blobs", size=400), "reference": "drafthouse:packages-1"}
+    kept = found([run(1, "a", image="drafthouse:aaaaaaaaaaaa")], shipped=layers)
+    assert what(prune.decide("box", kept, TWO), "layers") == []
+    gone = found([run(1, "a")], shipped=layers)
+    made = prune.decide("box", gone, TWO)
+    assert what(made, "layers") == ["shipped for drafthouse:packages-1"]
+    assert made.bytes == 7 + 1000 + 400
+    assert what(prune.decide("box", gone, []), "layers") == ["shipped for drafthouse:packages-1"]
+    assert what(prune.decide("box", gone, None), "layers") == [], "the engine did not say what it has"
+    assert what(prune.decide("box", gone, TWO, name="demo"), "layers") == []
 
 
 def test_what_a_switch_is_about_to_start_stays() -> None:
@@ -319,6 +349,37 @@ def test_a_damaged_release_that_was_moved_aside_stays_for_30_days(state: Path) -
         ["was moved aside less than 30 days ago"],
     )
     assert remove(state, f"state/names/demo/releases/{old}")[1] == []
+
+
+def test_of_shipping_the_layers_go_and_what_nobody_has_gone_on_with_for_a_day(state: Path) -> None:
+    images = state / "images"
+    for name in ("blobs", "incoming/.partial", "seeds", ".build-x"):
+        (images / name).mkdir(parents=True)
+    for name in ("blobs/aa", "incoming/.partial/bb"):
+        (images / name).write_bytes(b"0" * 4096)
+    (images / "load.json").write_text("{}")
+    (images / "shipped.json").write_text('{"reference": "drafthouse:packages-1", "blobs": [["aa", 4096]]}')
+    seen = leftovers.survey(str(state), "/nowhere")
+    assert seen["shipped"] == {
+        "path": str(images / "blobs"), "id": "blobs", "bytes": 4096, "reference": "drafthouse:packages-1",
+        "modified": seen["shipped"]["modified"],
+    }  # fmt: skip
+    assert [one["id"] for one in seen["leftovers"]] == [".build-x"]
+    assert remove(state, "state/images/incoming", "state/images/load.json", "state/images") == (
+        [],
+        ["is no place of Drafthouse's"] * 3,
+    )
+    long_ago = time.time() - 2 * leftovers.SHIP_PATIENCE
+    for path in (images / "incoming").rglob("*"):
+        os.utime(path, (long_ago, long_ago))
+    os.utime(images / "incoming", (long_ago, long_ago))
+    assert [one["id"] for one in leftovers.survey(str(state), "/nowhere")["leftovers"]] == ["incoming", ".build-x"]
+    paths = ["state/images/blobs", "state/images/incoming", "state/images/.build-x"]
+    with open(images / "load.lock", "w") as loading:
+        fcntl.flock(loading, fcntl.LOCK_EX)
+        assert remove(state, *paths[:2]) == ([], ["is being loaded by the engine"] * 2)
+    assert remove(state, *paths) == (paths, [])
+    assert leftovers.survey(str(state), "/nowhere")["shipped"] is None
 
 
 def test_a_name_whose_lock_is_not_to_be_had_is_passed_over_and_named(state: Path) -> None:
