@@ -285,7 +285,11 @@ def _in_use(path: Path, root: Path, memory: Path, counting: Sequence[_Counting])
         if path.name.startswith("."):
             return None
         if way == SHIPPED or (path.name in SHIPPING and _abandoned(path)):
-            return "is being loaded by the engine" if files.holder(root / "images" / "load.lock") is not None else None
+            return (
+                "is being loaded by the engine"
+                if files.holder(root / "images" / "load.lock") is not None
+                else None
+            )
     copy = (below[0] == memory and len(way) == 1) or (len(way) == 2 and way[0] in STORES)
     if copy and (_is_leftover(path.name, False) or (path / MANIFEST).is_file()):
         if _mapped(str(path)):

@@ -29,12 +29,17 @@ def small_checkout(directory: Path, requirements: Sequence[str] = ("safetensors"
         shutil.copy(CHECKOUT / name, directory)
     for name in image.CODE:
         shutil.copytree(CHECKOUT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
-    text = (directory / "pyproject.toml").read_text()
+    require(directory, requirements)
+    return directory
+
+
+def require(directory: Path, requirements: Sequence[str]) -> None:
+    """Have the trainer of a small checkout need these packages."""
+    text = (CHECKOUT / "pyproject.toml").read_text()
     listed = ", ".join(f'"{one}"' for one in requirements)
     text, count = re.subn(r"(?ms)^trainer = \[$.*?^\]$", f"trainer = [{listed}]", text)
     assert count == 1
     (directory / "pyproject.toml").write_text(text)
-    return directory
 
 
 def describe(root: Path) -> image.Image:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from elsewhere import describe, holders, small_checkout, tags, wire_bytes
+from deployed import Place
+from elsewhere import describe, holders, require, small_checkout, tags, wire_bytes
+from fab_server import Server
+from fabbed import FAB
 from testbed.docker import Docker
 from testbed.gpubox import GpuBox
 from testbed.place import CHECKOUT
@@ -22,6 +26,7 @@ from testbed.second import SecondEngine
 from deploy import image, shipping
 from deploy.errors import DeployError
 from deploy.ssh import Ssh
+from trainer import status
 
 pytestmark = [
     pytest.mark.engine,
@@ -107,54 +112,160 @@ def forget(there: Docker) -> None:
     there.run("image", "prune", "--force")
 
 
-def test_interrupted_by_a_lost_link_then_shipped_then_only_changes_travel(
-    host: Ssh, box: GpuBox, there: Docker, here: Docker, checkout: Path, tmp_path: Path
+# In the place of the training itself, which needs PyTorch: it tells by which code of ours it was started.
+COUNTING = """\
+import itertools, time
+from trainer import status
+def run(settings, monitor):
+    print("code", getattr(status, "CHANGED", 0), flush=True)
+    monitor.phase("training")
+    for number in itertools.count():
+        print("line", number, flush=True)
+        time.sleep(0.05)
+"""
+RECIPE = "name: shipped1\nweights: toy\ndata: toy\ntrainer: {epochs: 1}\ngrace_seconds: 5\n"
+
+
+class Shipped:
+    """`fab` in a checkout of its own, which deploys to the box."""
+
+    def __init__(self, box: GpuBox, there: Docker, root: Path) -> None:
+        self.box, self.there, self.root = box, there, root
+        small_checkout(root, BEFORE)
+        for directory in ("deploy", "templates"):
+            shutil.copytree(
+                CHECKOUT / directory, root / directory, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        shutil.rmtree(root / "runs")
+        box.project(root)
+        (root / "runs" / "shipped1.yaml").write_text(RECIPE)
+        (root / "trainer" / "train.py").write_text(COUNTING)
+        self.server = Server(FAB[0], root)
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        own = {"HOME": str(self.root), "DRAFTHOUSE_BOOT": "no", "PYTHONPATH": str(self.root)}
+        where = ["--host", "gpu-box"]
+        return self.server.run(
+            [*words, *where], self.root, {**os.environ, **own, **self.box.environment}, 600
+        )
+
+    def ok(self, *words: str) -> str:
+        done = self.run(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def deploy(self, *words: str) -> tuple[status.RunDir, image.Image, int]:
+        """The run that lives then, the image of the checkout, and the bytes that passed the wire."""
+        counted = wire_bytes(self.box.number)
+        self.ok("deploy", "--name", "shipped1", "--build", "local", "--no-follow", *words)
+        travelled = wire_bytes(self.box.number) - counted
+        run = self.runs[-1]
+        until(lambda: "\nline 3\n" in self.log(run))
+        one = describe(self.root)
+        made = run.run()
+        assert made
+        assert (made.image, made.runtime) == (one.reference, "compose")
+        return run, one, travelled
+
+    @property
+    def runs(self) -> list[status.RunDir]:
+        return status.list_runs(self.box.state / "runs")
+
+    def log(self, run: status.RunDir) -> str:
+        return "".join(path.read_text() for path in sorted(run.log.glob("*.log")))
+
+    def needs(self, requirements: Sequence[str]) -> None:
+        require(self.root, requirements)
+
+    def close(self) -> None:
+        self.server.close()
+        for container in self.there.run("ps", "-a", "-q").split():
+            self.there.run("rm", "-f", container)
+        Place(self.box.state).end_all()
+
+
+@pytest.fixture
+def shipped(box: GpuBox, there: Docker, tmp_path: Path) -> Iterator[Shipped]:
+    root = tmp_path / "checkout"
+    root.mkdir()
+    made = Shipped(box, there, root)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_interrupted_by_a_lost_link_then_shipped_then_only_changes_travel_and_what_is_old_goes(
+    shipped: Shipped, box: GpuBox, there: Docker, here: Docker
 ) -> None:
     """The life of an image on one host: each part goes on from what the one before has left there."""
-    one, state = describe(checkout), str(box.state)
-    incoming = box.state / "images" / "incoming"
+    images = box.state / "images"
 
     # The link is lost in the middle of the transfer.
     def lose_the_link() -> None:
-        until(lambda: _arrived(incoming) > 16 << 20)
+        until(lambda: _arrived(images / "incoming") > 16 << 20)
         for pid in set(holders(["rsync", "--server"])) & set(box.pids()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     thread = threading.Thread(target=lose_the_link)
     thread.start()
-    with pytest.raises(DeployError, match=r"the image did not get to gpu-box whole: .*run the command again"):
-        image.make(host, state, one, "ship", lambda text: None)
+    done = shipped.run("deploy", "--name", "shipped1", "--build", "local", "--no-follow")
     thread.join()
+    assert (done.returncode, shipped.runs) == (1, []), done.stdout + done.stderr
+    assert "the image did not get to gpu-box whole: " in done.stderr
+    assert "run the command again" in done.stderr
+    one = describe(shipped.root)
+    assert "build here and ship to gpu-box" in done.stdout
     assert not tags(there) & {one.reference, one.packages}
 
-    # Again: it works, and what had arrived does not travel again.
-    image.make(host, state, one, "ship", lambda text: None)
+    # Again: what had arrived does not travel again, and the run starts in it.
+    first, one, _ = shipped.deploy()
     assert works(there, one)
     whole = size_of(there, one)
 
-    # A change of the trainer: less than 5 % of the image's bytes, everything that passed the wire counted.
-    changed_root = tmp_path / "changed"
-    changed_root.mkdir()
-    changed = small_checkout(changed_root, BEFORE)
-    with open(changed / "trainer" / "status.py", "a") as file:
-        file.write("\nCHANGED = 1\n")
+    # Once more: nothing is built, shipped or touched.
+    before = (tags(there), there.run("ps", "-a", "-q"))
     counted = wire_bytes(box.number)
-    image.make(host, state, describe(changed), "ship", lambda text: None)
-    travelled = wire_bytes(box.number) - counted
-    assert works(there, describe(changed))
-    assert travelled < 0.05 * whole, f"{travelled} of {whole} bytes"
+    said = shipped.ok("deploy", "--name", "shipped1", "--build", "local", "--no-follow")
+    assert said.startswith(f"unchanged: {first.path.name} runs release "), said
+    assert wire_bytes(box.number) - counted < 0.02 * whole
+    assert (tags(there), there.run("ps", "-a", "-q"), len(shipped.runs)) == (*before, 1)
 
     # A package more: new packages, of which rsync takes the difference to the old ones.
-    pinned_root = tmp_path / "pinned"
-    pinned_root.mkdir()
-    pinned = small_checkout(pinned_root, AFTER)
-    counted = wire_bytes(box.number)
-    image.make(host, state, describe(pinned), "ship", lambda text: None)
-    travelled = wire_bytes(box.number) - counted
-    assert works(there, describe(pinned))
+    shipped.needs(AFTER)
+    second, pinned, travelled = shipped.deploy()
     assert travelled < 0.2 * whole, f"{travelled} of {whole} bytes"
-    here.run("image", "rm", "--force", describe(pinned).packages)
+    assert (first.alive(), second.alive()) == (False, True)
+    assert pinned.packages != one.packages
+
+    # Back, with a change of the trainer: less than 5 % of the image's bytes.
+    shipped.needs(BEFORE)
+    with open(shipped.root / "trainer" / "status.py", "a") as file:
+        file.write("\nCHANGED = 1\n")
+    third, changed, travelled = shipped.deploy()
+    assert travelled < 0.05 * whole, f"{travelled} of {whole} bytes"
+    assert "\ncode 1\n" in shipped.log(third)
+
+    # Two releases of that image: what is only of those before goes, from the engine too, and no more.
+    shipped.ok("restart", "--name", "shipped1", "--set", "environment.LEVEL=two", "--no-follow")
+    assert (images / "blobs").exists()
+    planned = shipped.ok("prune", "--keep", "1", "--dry-run")
+    going = {one.reference, pinned.reference, pinned.packages}
+    assert {line.split()[1] for line in planned.splitlines() if line.startswith("  image")} == going
+    layers = next(line for line in planned.splitlines() if line.startswith("  layers"))
+    assert f"shipped for {pinned.packages}" in layers
+    assert "MB" in layers, planned
+    assert tags(there) >= going
+    freed = shipped.ok("prune", "--keep", "1", "--yes")
+    assert freed.startswith(planned)
+    assert freed.splitlines()[-1].endswith(" freed on gpu-box"), freed
+    assert {tag for tag in tags(there) if tag.startswith("drafthouse:")} == {changed.reference, one.packages}
+    assert not (images / "blobs").exists()
+    assert works(there, changed)
+    assert shipped.ok("prune", "--keep", "1", "--yes") == "nothing to prune on gpu-box\n"
+    assert shipped.runs[-1].alive()
+    here.run("image", "rm", "--force", pinned.packages)
 
 
 def _arrived(directory: Path) -> int:

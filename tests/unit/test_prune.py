@@ -373,7 +373,10 @@ def test_of_shipping_the_layers_go_and_what_nobody_has_gone_on_with_for_a_day(st
     for path in (images / "incoming").rglob("*"):
         os.utime(path, (long_ago, long_ago))
     os.utime(images / "incoming", (long_ago, long_ago))
-    assert [one["id"] for one in leftovers.survey(str(state), "/nowhere")["leftovers"]] == ["incoming", ".build-x"]
+    assert [one["id"] for one in leftovers.survey(str(state), "/nowhere")["leftovers"]] == [
+        "incoming",
+        ".build-x",
+    ]
     paths = ["state/images/blobs", "state/images/incoming", "state/images/.build-x"]
     with open(images / "load.lock", "w") as loading:
         fcntl.flock(loading, fcntl.LOCK_EX)
