@@ -81,7 +81,7 @@ def decide(
     keep: int = KEEP,
     name: str | None = None,
 ) -> Prune:
-    """What can go, by what `deploy.leftovers.survey` found and the probe's images (None: the engine is silent).
+    """What can go, by what `leftovers.survey` found and the probe's images (None: the engine is silent).
 
     `keep` releases and runs of each name stay besides those that must; with `name`, only what belongs to it
     is looked at.
@@ -225,7 +225,7 @@ def _images(images: Sequence[Mapping[str, Any]], kept: Sequence[Mapping[str, Any
 def _layers(
     shipped: Mapping[str, Any] | None, images: Sequence[Mapping[str, Any]], gone: Collection[str]
 ) -> list[Item]:
-    """The layers of the last ship, unless an image that stays is of them: the next ship builds on them then."""
+    """The layers of the last ship. While an image that stays is of them, the next ship builds on them."""
     if shipped is None:
         return []
     reference = shipped["reference"]

@@ -133,9 +133,8 @@ class Shipped:
         self.box, self.there, self.root = box, there, root
         small_checkout(root, BEFORE)
         for directory in ("deploy", "templates"):
-            shutil.copytree(
-                CHECKOUT / directory, root / directory, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            without = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(CHECKOUT / directory, root / directory, ignore=without)
         shutil.rmtree(root / "runs")
         box.project(root)
         (root / "runs" / "shipped1.yaml").write_text(RECIPE)
@@ -144,10 +143,8 @@ class Shipped:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         own = {"HOME": str(self.root), "DRAFTHOUSE_BOOT": "no", "PYTHONPATH": str(self.root)}
-        where = ["--host", "gpu-box"]
-        return self.server.run(
-            [*words, *where], self.root, {**os.environ, **own, **self.box.environment}, 600
-        )
+        environment = {**os.environ, **own, **self.box.environment}
+        return self.server.run([*words, "--host", "gpu-box"], self.root, environment, 600)
 
     def ok(self, *words: str) -> str:
         done = self.run(*words)
