@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import os
@@ -13,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from deploy import early
 from deploy.errors import USAGE, DeployError
 
 ROOT = Path(__file__).resolve().parent
+EARLY = 600.0  # seconds, in which a run that fails is taken for one that never worked
 INTERRUPTED = 130
 
 if Path(sys.argv[0]).stem == "fab" and threading.current_thread() is threading.main_thread():
@@ -460,6 +463,8 @@ def carry_out(
         if json:
             return show({"plan": made.to_json(), "run_id": made.stop.run_id})
         return None if no_follow else follow(goal, made.name, state=made.layout.state, lines=20)
+    if not no_follow and not json:
+        work = dataclasses.replace(work, settle_seconds=0)  # who follows sees how it goes on
     path, record = execute.start(made, goal.host, work, say, lock_wait)
     outcome = watch_switch(goal, record)
     if json:
@@ -476,18 +481,30 @@ def carry_out(
         way_back(made)
     if end and (no_follow or json):
         return int(end["code"])
-    return None if no_follow or json else follow(goal, made.name, state=made.layout.state)
+    if no_follow or json:
+        return None
+    began = time.monotonic()
+    code = follow(goal, made.name, state=made.layout.state)
+    if code and not end and time.monotonic() - began < EARLY:
+        end = execute.ended(goal.host, path)
+        if end and end["reason"] == "failed":  # (its log has said how)
+            way_back(made)
+    return code
 
 
 def failed(outcome: Any, made: Any) -> int:
-    """Say why a switch failed, with the last lines of what it started, and what can be done."""
+    """Say why a switch failed, with the last lines of what it started, and what can be done.
+
+    Returns the exit code: that of a command which began and died, else 1.
+    """
     for line in outcome.last_lines:
         say(f"  │ {line}")
     say(f"{made.task} of {made.name} failed: {outcome.reason}")
     steps = {step["name"] for step in outcome.steps}
     if "start" in steps and "rollback" not in steps:
         way_back(made)
-    return 1
+    died = outcome.exit if any(step["name"] == "settled" for step in outcome.steps) else None
+    return int(died["code"]) if died else 1
 
 
 def way_back(made: Any) -> None:

@@ -110,6 +110,7 @@ def plan_deploy(
         goal.project.root,
         run.first_heartbeat_timeout_seconds,
         run.command is None,
+        run.settle_seconds,
         image=found.image,
         rollback=back[1] if back else None,
         checkpoint_timeout_seconds=run.checkpoint_timeout_seconds,

@@ -61,9 +61,9 @@ def template(
     is), `checkpoint_timeout_seconds` what a checkpoint may take before the machine goes down, and
     `directories` what the run writes to, which may lie where a restart clears it away.
     """
-    kept = {
-        key: value for key, value in spec.items() if key not in ("rollback", "record", "by", "old_run_path")
-    }
+    # What is about this one start, and not about what is started.
+    once = ("rollback", "record", "by", "old_run_path", "settle_seconds")
+    kept = {key: value for key, value in spec.items() if key not in once}
     return {
         "schema": SCHEMA,
         "run": dataclasses.asdict(run),

@@ -30,6 +30,7 @@ TRIAL_TIMEOUT = 180.0  # seconds; a container starts in one, but a disk may be a
 CHECK_TIMEOUT = 120.0  # seconds; it takes below one, but a disk may be asleep
 INSTALL_TIMEOUT = 300.0  # seconds, for each call of apt-get
 FIRST_HEARTBEAT_TIMEOUT = 600.0  # seconds, for a release that is started again as it was
+SETTLE_SECONDS = 3.0  # the same
 
 Report = Callable[[str], None]
 
@@ -45,6 +46,7 @@ class Work:
     root: Path = Path()
     first_heartbeat_timeout_seconds: float = FIRST_HEARTBEAT_TIMEOUT
     heartbeats: bool = True
+    settle_seconds: float = SETTLE_SECONDS  # without heartbeats; 0 where somebody follows the log anyway
     secrets_from: str | None = None  # a file on the host that is copied instead of `secrets`, for --same
     image: Image | None = None  # what the plan's image_action is about
     restage: Mapping[str, str] | None = None  # arguments of weights_store.stage, for a release that is there
@@ -129,6 +131,7 @@ def start(
                 "checkpoint_timeout_seconds": plan.stop.checkpoint_timeout_seconds if plan.stop else 0,
                 "first_heartbeat_timeout_seconds": work.first_heartbeat_timeout_seconds,
                 "heartbeats": work.heartbeats,
+                "settle_seconds": work.settle_seconds,
                 "by": lock.who(),
                 "start": begin,
             }

@@ -165,6 +165,8 @@ def resolved(
     value |= {"tty": True} if settings.tty else {}
     for key in ("grace_seconds", "checkpoint_timeout_seconds", "first_heartbeat_timeout_seconds"):
         value[key] = getattr(settings, key)
+    if settings.command is not None:
+        value["settle_seconds"] = settings.settle_seconds
     value |= {"restart": settings.restart.model_dump(), "log": settings.log.model_dump()}
     return value
 

@@ -173,6 +173,7 @@ class RunSettings(_Settings):
         default=300, ge=0, le=86400
     )  # how long a stop waits for the checkpoint
     first_heartbeat_timeout_seconds: float = Field(default=600, ge=1, le=86400)
+    settle_seconds: float = Field(default=3, ge=0, le=3600)  # that a command: has to live to count as started
     restart: Restart = Restart()
     log: LogKeeping = LogKeeping()
     gpus: Literal["all"] | int | list[int] | None = None  # None: all that the host has; 0: none

@@ -42,7 +42,8 @@ def start(host: Host, spec: dict[str, Any]) -> str:
 
     `spec` holds state_root, name, run_path (of the new run; its run.json is there already), release_id,
     old_run_path or None, grace_seconds, checkpoint_timeout_seconds, first_heartbeat_timeout_seconds, by,
-    heartbeats (false for a command that sends none; default true) and start, which is ``{"argv",
+    heartbeats (false for a command that sends none; default true), settle_seconds (how long such a command
+    has to live; default 0) and start, which is ``{"argv",
     "environment", "working_directory"}``, or None to only stop the old run.
 
     Raises DeployError, and nothing has changed, if another switch of the name is under way, another run than

@@ -17,6 +17,7 @@ start                            null: stop only; else what to start, see below
 run_path, release_id             the new run's directory, with its run.json, and its release
 first_heartbeat_timeout_seconds  from the start to the first line, and again to the first heartbeat
 heartbeats                       false for a command that sends none
+settle_seconds                   how long such a command has to live after its first line; 0: not watched
 wait_first_step                  true: watch until the first step (``first_step_timeout_seconds``)
 rollback                         {release_id, start, run}: what to start again, as the next run, if the new
                                  one dies before its first step; from the boot.json of the run that was
@@ -240,6 +241,7 @@ def roll_back(switch: Switch, record: Record) -> str:
             "release_id": plan["release_id"],
             "rollback": None,
             "wait_first_step": False,
+            "settle_seconds": 0,  # it was live once
             "start": plan["start"],
             "run_path": None,
         }

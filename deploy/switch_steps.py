@@ -24,7 +24,7 @@ START_TIMEOUT = 60.0  # seconds until launch holds the run's lock; an image may 
 FIRST_STEP_TIMEOUT = 3600.0  # seconds; loading and compiling a large target takes many minutes
 DEVICES_TIMEOUT = 60.0  # seconds until those who have this name's devices open have closed them
 LOOK_AT_DEVICES = 0.25  # seconds between two looks through all processes
-SETTLED = 10.0  # seconds that a command without heartbeats must live
+SETTLED = 10.0  # seconds that a command without heartbeats must live where something is rolled back otherwise
 PAUSE = 0.05  # seconds between two looks
 
 
@@ -67,6 +67,8 @@ class Switch:
             start.insert(0, ("devices", self.wait_for_devices))
         if self.spec.get("wait_first_step") or self.spec.get("rollback"):
             start.append(("first-step", self.first_step))
+        elif self.spec.get("settle_seconds") and not self.spec.get("heartbeats", True):
+            start.append(("settled", self.settle))
         return stop + start
 
     def request_checkpoint(self) -> tuple[str, str]:
@@ -335,7 +337,7 @@ class Switch:
 
     def first_heartbeat(self) -> tuple[str, str]:
         if not self.spec.get("heartbeats", True):
-            return self.settled()
+            return self.first_output()
 
         def beating() -> str:
             return next((beat.phase for beat in heartbeats(self.run())), "")
@@ -346,13 +348,7 @@ class Switch:
         """The first step of training itself: until then loading or compiling may still fail."""
         seconds = self.spec.get("first_step_timeout_seconds", FIRST_STEP_TIMEOUT)
         if not self.spec.get("heartbeats", True):
-            since = time.monotonic()  # it tells no steps; but what dies at once did not take one
-
-            def lives() -> str:
-                long = time.monotonic() - since > SETTLED and self.run().alive()
-                return f"alive for {SETTLED:g} s (a command of your own tells no steps)" if long else ""
-
-            return "ok", self.wait_for(lives, "sign of life", seconds)
+            return self.settle(max(SETTLED, self.spec.get("settle_seconds") or 0), seconds)
 
         def step() -> str:
             beats = [beat for beat in heartbeats(self.run()) if beat.last_step_time]
@@ -360,7 +356,27 @@ class Switch:
 
         return "ok", self.wait_for(step, "step", seconds)
 
-    def settled(self) -> tuple[str, str]:
+    def settle(self, seconds: float = 0, timeout: float | None = None) -> tuple[str, str]:
+        """A command of one's own tells no steps; but what dies at once did not take one.
+
+        One attempt of it has to live for so long (default: settle_seconds): launch may start several.
+        """
+        seconds = seconds or self.spec["settle_seconds"]
+        began: float | None = None  # the attempt that we see, by the time of its start
+        since = 0.0
+
+        def lives() -> str:
+            nonlocal began, since
+            launch = self.run().launch()
+            found = launch.trainer_started if launch and launch.trainer_pid else None
+            if found is None or found != began:
+                began, since = found, time.monotonic()
+            long = began is not None and time.monotonic() - since >= seconds and self.run().alive()
+            return f"alive for {seconds:g} s (a command of your own tells no steps)" if long else ""
+
+        return "ok", self.wait_for(lives, "sign of life", FIRST_STEP_TIMEOUT if timeout is None else timeout)
+
+    def first_output(self) -> tuple[str, str]:
         """Of a command without heartbeats: its first output (the line after the banner), or that it lives."""
         since = time.monotonic()
 

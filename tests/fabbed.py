@@ -33,6 +33,7 @@ command:
 environment:
   GREETING: hello
 grace_seconds: 5
+settle_seconds: 0
 """
 
 

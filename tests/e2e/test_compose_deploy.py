@@ -40,6 +40,7 @@ command:
 environment: {LEVEL: "one ; $(id) ${HOME} 'two'"}
 secrets: {TOKEN: {env: MINE}}
 grace_seconds: 5
+settle_seconds: 0
 weights: MODEL
 """
 

@@ -158,6 +158,7 @@ command:
 environment: {GREETING: "50 % of $HOME"}
 secrets: {KEY: {env: KEY}}
 grace_seconds: 5
+settle_seconds: 0
 """
 
 

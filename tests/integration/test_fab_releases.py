@@ -25,6 +25,20 @@ SCRIPT = """\
 command: [python, train.py]
 working_directory: HERE
 grace_seconds: 5
+settle_seconds: 0
+"""
+# Says something first, and then that it cannot.
+DIES = """\
+command:
+- python
+- -c
+- |
+  import sys, time
+  print("up", flush=True)
+  time.sleep(1)
+  print("no kernel image")
+  sys.exit(3)
+restart: {attempts: 0}
 """
 TRAIN = "import time\nprint('as it was', flush=True)\nwhile True:\n    time.sleep(0.05)\n"
 
@@ -114,10 +128,17 @@ def test_rollback_refuses_early_when_what_it_needs_is_gone(fab: Fab) -> None:
 @pytest.mark.slow
 def test_a_new_run_that_dies_names_the_way_back_and_rollback_takes_it(fab: Fab) -> None:
     first = deploy(fab, "one")
-    fab.file("command: [python, -c, 'import sys; sys.exit(3)']\nrestart: {attempts: 0}\n")
+    fab.file(DIES)
+    followed = fab.run("deploy")
+    assert (followed.returncode, fab.runs[-1].alive()) == (3, False)
+    assert "\nup\nno kernel image\n" in followed.stdout
+    fab.ok("rollback", "--no-follow")
     done = fab.run("deploy", "--no-follow")
     assert (done.returncode, fab.runs[-1].alive()) == (3, False)
-    assert done.stderr.splitlines()[-1] == f"fab rollback --name demo goes back to release {first}"
+    assert "  │ no kernel image\n" in done.stderr
+    assert "deploy of demo failed: run 0004-demo failed with exit code 3" in done.stderr
+    for each in (followed, done):
+        assert each.stderr.splitlines()[-1] == f"fab rollback --name demo goes back to release {first}"
     fab.ok("rollback", "--no-follow")
     assert release_of(fab.runs[-1]) == first
     assert fab.runs[-1].alive()

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.root]  # (reading another process ma
 PRINTING = """\
 command: [python, -I, -c, "import os, time; print('out', os.isatty(1)); time.sleep(600)"]
 grace_seconds: 5
+settle_seconds: 0
 tty: true
 """
 

@@ -35,6 +35,7 @@ command:
   sys.exit(int(open(os.environ["GATE"]).read()))
 environment: {GATE: GATE_PATH}
 restart: {attempts: 0}
+settle_seconds: 0
 """
 
 

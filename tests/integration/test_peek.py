@@ -278,7 +278,7 @@ def fab(tmp_path):
 @pytest.mark.slow
 def test_peek_shows_what_a_run_holds_back_and_why(fab):
     code = "print('not yet'); import time; time.sleep(1000)"
-    fab.file(f'command: [python, -I, -c, "{code}"]\ngrace_seconds: 1\n')
+    fab.file(f'command: [python, -I, -c, "{code}"]\ngrace_seconds: 1\nsettle_seconds: 0\n')
     fab.ok("deploy", "--no-follow")
     until(lambda: "│ not yet" in fab.run("peek").stdout)
     assert "-I makes Python ignore PYTHONUNBUFFERED" in fab.ok("peek")

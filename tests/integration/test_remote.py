@@ -40,6 +40,7 @@ command:
 environment:
   LEVEL: "one ; $(id) 'two'"
 grace_seconds: 5
+settle_seconds: 0
 """
 
 

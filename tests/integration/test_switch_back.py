@@ -135,6 +135,23 @@ def test_a_command_of_ones_own_that_prints_something_and_dies_is_rolled_back_too
     assert outcomes(outcome)["rollback"] == "ok", outcome
 
 
+def test_a_command_of_ones_own_has_started_once_one_attempt_of_it_has_lived_for_a_while(place):
+    """Also one that launch starts again and again."""
+    hello = "import sys, time; print('hello', flush=True); time.sleep(0.3); sys.exit(3)"
+    own = {"heartbeats": False, "settle_seconds": 2.0}
+    outcome = go(place.spec(place.run_dir(hello, restart_attempts=1), **own))
+    assert outcome.word == "failed"
+    assert (outcomes(outcome)["first-heartbeat"], outcomes(outcome)["settled"]) == ("ok", "failed")
+    assert outcome.exit["attempts"] == 2
+    assert outcome.exit["code"] == 3
+    assert "hello" in outcome.last_lines
+    finishes = hello.replace("exit(3)", "exit(0)")
+    assert go(place.spec(place.run_dir(finishes), **own)).word == "done"
+    outcome = go(place.spec(place.run_dir(hello.replace("0.3", "600")), **{**own, "settle_seconds": 0.2}))
+    assert outcome.word == "done"
+    assert outcome.steps[-1]["detail"].startswith("alive for 0.2 s")
+
+
 def test_what_hangs_before_it_begins_is_ended_before_the_release_before_starts_again(place, old, tmp_path):
     place.release("bbbbbbbbbbbb")
     made = place.spec(place.run_dir(), old, "bbbbbbbbbbbb", rollback=before(place, old))

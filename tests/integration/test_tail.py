@@ -266,7 +266,7 @@ def test_ctrl_c_and_a_terminal_that_is_not_utf_8_do_no_harm(fab: Fab, hosts) -> 
     """In a real terminal of 8-bit signs: exit code 130, no traceback, no byte that such a terminal obeys."""
     two_hosts(fab)
     code = r"import time; print('\x1b[31mτ б \x1b]0;title\x07'); time.sleep(1000)"
-    fab.file(f"command: [python, -c, {code!r}]\ngrace_seconds: 1\n".replace("\\\\", "\\"))
+    fab.file(f"command: [python, -c, {code!r}]\ngrace_seconds: 1\nsettle_seconds: 0\n".replace("\\\\", "\\"))
     fab.ok("deploy", "--no-follow")
     ours, theirs = pty.openpty()
     tail = subprocess.Popen(
@@ -304,7 +304,8 @@ def test_ctrl_c_and_a_terminal_that_is_not_utf_8_do_no_harm(fab: Fab, hosts) -> 
 @pytest.mark.parametrize("hosts", ["", "-H a,bb"], ids=["one", "two"])
 def test_a_pipe_to_head_ends_quietly_also_while_the_log_is_quiet(fab: Fab, hosts) -> None:
     two_hosts(fab)
-    fab.file("command: [python, -c, 'import time; print(1); print(2); time.sleep(1000)']\ngrace_seconds: 1\n")
+    command = "command: [python, -c, 'import time; print(1); print(2); time.sleep(1000)']\n"
+    fab.file(f"{command}grace_seconds: 1\nsettle_seconds: 0\n")
     fab.ok("deploy", "--no-follow")
     script = f"{FAB[0]} {hosts} tail | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
