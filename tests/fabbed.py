@@ -37,9 +37,14 @@ settle_seconds: 0
 """
 
 
+def of_checkout(checkout: Path) -> Python:
+    """What forks to be the `fab` of a checkout; to be closed."""
+    return Python(["fabric.main", *(f"deploy.{name}" for name in PRELOADED)], checkout)
+
+
 @functools.cache
 def server() -> Python:
-    started = Python(["fabric.main", *(f"deploy.{name}" for name in PRELOADED)], CHECKOUT)
+    started = of_checkout(CHECKOUT)
     atexit.register(started.close)
     return started
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from deployed import Place
 from elsewhere import describe, holders, require, small_checkout, tags, wire_bytes
-from fab_server import Server
-from fabbed import FAB
+from fabbed import FAB, of_checkout
 from testbed.docker import Docker
 from testbed.gpubox import GpuBox
 from testbed.place import CHECKOUT
@@ -139,12 +138,12 @@ class Shipped:
         box.project(root)
         (root / "runs" / "shipped1.yaml").write_text(RECIPE)
         (root / "trainer" / "train.py").write_text(COUNTING)
-        self.server = Server(FAB[0], root)
+        self.python = of_checkout(root)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         own = {"HOME": str(self.root), "DRAFTHOUSE_BOOT": "no", "PYTHONPATH": str(self.root)}
         environment = {**os.environ, **own, **self.box.environment}
-        return self.server.run([*words, "--host", "gpu-box"], self.root, environment, 600)
+        return self.python.run([*FAB, *words, "--host", "gpu-box"], self.root, environment, 600)
 
     def ok(self, *words: str) -> str:
         done = self.run(*words)
@@ -175,7 +174,7 @@ class Shipped:
         require(self.root, requirements)
 
     def close(self) -> None:
-        self.server.close()
+        self.python.close()
         for container in self.there.run("ps", "-a", "-q").split():
             self.there.run("rm", "-f", container)
         Place(self.box.state).end_all()
