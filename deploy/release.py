@@ -16,8 +16,6 @@ code are one release, and whatever differs is another. `build` is pure, `write` 
 
 from __future__ import annotations
 
-import ast
-import functools
 import hashlib
 import json
 import subprocess
@@ -272,20 +270,9 @@ def needed(app: Mapping[str, bytes], start: str) -> dict[str, bytes]:
         if name in found or name not in app:
             continue
         found[name] = app[name]
-        wanted += _imported(app[name])
+        imported = onhost.imported(app[name].decode("utf-8", "surrogateescape"))
+        wanted += [f"{module.replace('.', '/')}.py" for module in imported]
     return found
-
-
-@functools.cache
-def _imported(source: bytes) -> tuple[str, ...]:
-    """The files that Python looks for first when a module's source imports others absolutely."""
-    found: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return tuple(f"{module.replace('.', '/')}.py" for module in found)
 
 
 def differences(old: Mapping[str, bytes] | None, old_digests: Mapping[str, str], new: Release) -> list[str]:
