@@ -17,6 +17,7 @@ import pytest
 from . import needs
 
 SETUP_SECONDS = 1800  # for the first test that needs the image: a base system, an image with torch
+GIVES_WAY = 5  # niceness of what may run on any worker
 ONE_FOR_ALL = {"engine", "toy_cache"}  # fixtures whose tests go to one worker
 REASONS = {
     "root": needs.why_no_root,
@@ -41,6 +42,13 @@ class Selection:
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         if ONE_FOR_ALL & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("testbed"))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        """What one worker has to run, test after test, is what the others would wait for at the end."""
+        if hasattr(item.config, "workerinput") and os.geteuid() == 0:
+            only_here = item.get_closest_marker("xdist_group") is not None
+            os.setpriority(os.PRIO_PROCESS, 0, 0 if only_here else GIVES_WAY)
 
     @pytest.hookimpl(trylast=True)  # after -m and -k: what nobody asked for is not left out
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
