@@ -66,14 +66,15 @@ def keeper(facts: Mapping[str, Any]) -> str:
 def describe(facts: Mapping[str, Any], name: str, runtime: str) -> str:
     """The plan's words for what a reboot will do. Pure."""
     again = "unless the last run finished, failed or was stopped by a person"
-    engine = "or a restart of the engine " if runtime == "compose" else ""
-    what = f"the next run starts {{}} after a reboot {engine}{again}".replace("  ", " ")
+    # Only a unit of the system can be tied to the engine's; a user's and cron learn of reboots alone.
+    contained = runtime == "compose"
+    engine = " or a restart of the engine" if contained else ""
+    alone = "; when the engine alone restarts, fab start does" if contained else ""
+    own = f"by {unit_name(name)} of your own systemd (with lingering, so also before a login)"
     return {
-        "system": what.format(f"by {unit_name(name)}"),
-        "user": what.format(
-            f"by {unit_name(name)} of your own systemd (with lingering, so also before a login)"
-        ),
-        "cron": what.format("by an @reboot line in your crontab"),
+        "system": f"the next run starts by {unit_name(name)} after a reboot{engine} {again}",
+        "user": f"the next run starts {own} after a reboot {again}{alone}",
+        "cron": f"the next run starts by an @reboot line in your crontab after a reboot {again}{alone}",
         "declined": "nothing that was not there before is put there (DRAFTHOUSE_BOOT=no)",
         "nobody": "nothing starts after a reboot, since there is neither systemd nor cron: fab start does",
     }[keeper(facts)]

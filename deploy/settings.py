@@ -497,6 +497,11 @@ def _change(change: str, top: Mapping[str, Any]) -> tuple[tuple[str, ...], Any, 
         way = ("trainer", key)
     elif way[0] not in known:
         offered = nearest(key, [*known, *(flags.FLAGS if has_trainer else [])])
+        if not has_trainer and len(way) == 1 and flags.spelled(key) in flags.FLAGS:
+            offered = (
+                "; flags without a prefix are those of trainer:, and this file has command: instead: change "
+                "that with --set command=…"
+            )
         whose = (
             "a flag of the trainer nor a key of the run's file" if has_trainer else "a key of the run's file"
         )

@@ -32,6 +32,14 @@ def test_the_plan_says_that_a_restart_of_the_engine_counts_too_where_there_is_on
     assert "engine" not in bootunit.describe(facts, "demo", "process")
 
 
+@pytest.mark.parametrize("facts", [{"uid": 0, "systemd": False}, {"uid": 1000, "systemd": True}])
+def test_what_is_not_tied_to_the_engine_is_not_said_to_act_when_the_engine_alone_restarts(facts):
+    said = bootunit.describe(facts, "demo", "compose")
+    assert "after a reboot unless the last run finished" in said
+    assert said.endswith("; when the engine alone restarts, fab start does")
+    assert "engine" not in bootunit.describe(facts, "demo", "process")
+
+
 def test_only_a_container_is_tied_to_the_engine_and_only_a_unit_of_the_system_can_be():
     def text(uid: int, runtime: str) -> str:
         return bootunit.text(LAYOUT, "demo", {"uid": uid}, runtime, 99.5)

@@ -275,8 +275,11 @@ def test_changes_reach_flags_and_keys_and_are_remembered_as_written(tmp_path: Pa
 
 def test_a_foreign_command_has_no_flags_to_set(tmp_path: Path) -> None:
     assert sentence(recipe, "command: [a]", tmp_path, "lr=1") == (
-        "--set lr: 'lr' is not a key of the run's file; docs/settings.md lists them"
+        "--set lr: 'lr' is not a key of the run's file; flags without a prefix are those of trainer:, and this "
+        "file has command: instead: change that with --set command=…"
     )
+    assert sentence(recipe, "command: [a]", tmp_path, "max_steps=1").endswith("with --set command=…")
+    assert sentence(recipe, "command: [a]", tmp_path, "zzz=1").endswith("file; docs/settings.md lists them")
 
 
 # -- which file, which name --------------------------------------------------------------------------------
