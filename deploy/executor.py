@@ -28,6 +28,9 @@ class Parallel(Executor):
     """Fabric's executor, with the calls of one task for several hosts made at once."""
 
     def execute(self, *tasks: Any) -> dict[Any, Any]:
+        hosts = self.core[0].args.hosts
+        if hosts.value is not None:
+            hosts.value = ",".join(hosts_of(hosts.value))
         calls = self.expand_calls(self.normalize(tasks))
         for call in calls:  # before any host is touched: one sentence, not one for each
             if isinstance(call, ConnectionCall) and call.kwargs.get("host"):
@@ -83,11 +86,32 @@ class Parallel(Executor):
             err.silence()
             raise
         sys.stdout, sys.stderr = stdout, stderr
-        for name in names:
-            print(f"{name:{width}}   {paint(ends[name], '31' if codes[name] else '32', sys.stdout)}")
+        show_results({name: (codes[name], ends[name]) for name in names})
         failed = [name for name in names if codes[name]]
         if failed:
             raise Exit(f"failed on {', '.join(failed)}", code=max(codes[name] for name in failed))
+
+
+def hosts_of(text: str) -> list[str]:
+    """The hosts of -H, each once: two deploys of one name to one host would only meet at its lock."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise Exit(f"-H {text!r} names an empty host; give it like -H gpu-box,other-box", code=USAGE)
+    return list(dict.fromkeys(names))
+
+
+def show_results(results: dict[str, tuple[int, str]]) -> None:
+    """A line for each host: how it ended there. Quiet if nobody reads it any more (``| head``)."""
+    width = max(len(name) for name in results)
+    try:
+        for name, (code, end) in results.items():
+            print(f"{name:{width}}   {paint(end, '31' if code else '32', sys.stdout)}")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still in the buffer would be tried once more, and complained about, at the exit.
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
 
 
 def paint(text: str, colour: str, stream: Any) -> str:

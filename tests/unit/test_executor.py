@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import sys
 import threading
 
@@ -12,8 +14,9 @@ from fabric import Config, task
 from fabric.main import Fab
 from invoke import Collection, Exit
 
+from deploy import CHECKOUT
 from deploy.errors import DeployError
-from deploy.executor import Parallel, Prefixed
+from deploy.executor import Parallel, Prefixed, hosts_of
 
 meeting = threading.Barrier(2)
 
@@ -118,6 +121,37 @@ def test_lines_of_two_hosts_never_mix_and_each_says_where_it_comes_from(capsys):
 def test_one_host_is_shown_as_if_it_were_the_only_one(capsys):
     assert fab("-H a one", capsys)[:2] == (0, "on a\n")
     assert fab("one", capsys)[:2] == (0, "on no host\n")
+
+
+@pytest.mark.parametrize("hosts", ["a,,b", "a,", ",", "a, ,b"])
+def test_an_empty_host_among_several_is_refused_in_one_sentence_before_any_is_touched(hosts, capsys):
+    with pytest.raises(Exit) as caught:
+        hosts_of(hosts)
+    assert caught.value.code == 2
+    assert str(caught.value) == f"-H {hosts!r} names an empty host; give it like -H gpu-box,other-box"
+    code, out, err = fab(f"-H {hosts.replace(' ', '')} one", capsys)
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        f"-H {hosts.replace(' ', '')!r} names an empty host; give it like -H gpu-box,other-box"
+    ]
+
+
+def test_a_host_that_is_named_twice_is_used_once(capsys):
+    assert fab("-H a,a one", capsys)[:2] == (0, "on a\n")
+    assert fab("-H a,b,a one", capsys)[1].splitlines()[-2:] == ["a   ok", "b   ok"]
+    assert hosts_of(" a, b,a") == ["a", "b"]
+
+
+def test_results_that_nobody_reads_any_more_end_quietly():
+    """``fab -H a,b runs | head -n 1``"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    said = subprocess.run(
+        [sys.executable, "-c", "from deploy.executor import show_results; show_results({'a': (0, 'ok')})"],
+        stdout=writer, stderr=subprocess.PIPE, cwd=CHECKOUT,
+    )  # fmt: skip
+    os.close(writer)
+    assert (said.returncode, said.stderr) == (0, b"")
 
 
 def test_naming_hosts_in_two_ways_is_refused_as_a_usage_error_before_any_is_touched(capsys):
