@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from deploy import mask, release
 from deploy.render import shell
 from deploy.runtimes import compose
+
+LONGEST_TEXT = 80  # characters of one argument of a command that has blanks, like the program of python -c
+LONGEST_WORD = 300  # of one without, like a path
 
 if TYPE_CHECKING:
     from deploy.plan import Plan
@@ -52,7 +55,7 @@ def text(plan: Plan) -> list[str]:
                 ("data", plan.data if plan.data != "toy" else "toy, which the trainer makes from its target")
             ]
         rows += [("secret", f"{name} {source}") for name, source in plan.secrets.items()]
-        rows += [("command", mask.text(" ".join(map(_word, plan.command))))]
+        rows += [("command", _command(plan.command))]
         if plan.tty:
             rows += [("output", "to a terminal (tty: true), so that C programs write line by line")]
         rows += (
@@ -100,11 +103,7 @@ def _container_rows(plan: Plan) -> list[tuple[str, str]]:
         rows += [("gpus", ", ".join(plan.devices) or "none")]
     if plan.user is not None:
         rows += [("user", f"{plan.user} in the container")]
-    label = "mounts"
-    for mount in plan.mounts:
-        at = "" if mount.source == mount.target else f" at {mount.target}"
-        rows += [(label, f"{mount.source}{at}{', read-only' if mount.read_only else ''}")]
-        label = ""
+    rows += [("mounts", _mounts(plan))] if plan.mounts else []
     if plan.image and plan.grace_seconds:
         grace, engine = plan.grace_seconds, math.ceil(plan.grace_seconds) + compose.ENGINE_MARGIN_SECONDS
         shutdown = compose.DOCKERD_SHUTDOWN_SECONDS
@@ -119,6 +118,17 @@ def _container_rows(plan: Plan) -> list[tuple[str, str]]:
             )
         ]
     return rows
+
+
+def _mounts(plan: Plan) -> str:
+    """What a container sees of the host, on one line: the name's own places by their last word."""
+    home = f"{plan.layout.home}/"
+    words = {
+        only: ", ".join(one.source.removeprefix(home) for one in plan.mounts if one.read_only == only)
+        for only in (False, True)
+    }
+    read = f"; read-only: {words[True]}" if words[True] else ""
+    return f"of {plan.layout.home}: {words[False]}{read}"
 
 
 def _stop_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -146,6 +156,22 @@ def _stop_rows(plan: Plan) -> list[tuple[str, str]]:
             f"the smallest is {smallest:g} s ({key}); no signal is sent while a checkpoint is awaited",
         ),
     ]
+
+
+def _command(command: Sequence[str]) -> str:
+    """A command line on one line, a program in it cut to its beginning; --json has it whole.
+
+    Secrets are masked first: half an address would not be taken for one.
+    """
+    return mask.text(" ".join(_word(_cut(word)) for word in mask.words(command)))
+
+
+def _cut(word: str) -> str:
+    blanks = len(word.split()) > 1  # a path stays whole
+    if len(word) <= (LONGEST_TEXT if blanks else LONGEST_WORD):
+        return word
+    begin = next(line for line in word.splitlines() if line.strip())[:LONGEST_TEXT] if blanks else word[:80]
+    return f"{begin.strip()} … ({len(word)} characters)"
 
 
 def _word(word: str) -> str:

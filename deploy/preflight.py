@@ -46,9 +46,9 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
         *_driver(facts, host, found),
         *_unbuffered(facts.get("environment", {}), run.environment),
         *_open_secrets(run),
-        _state(facts),
+        _state(facts, host),
         _disk(survey, run),
-        *_shared_memory(survey, run),
+        *_shared_memory(survey, host),
         *[Check("weights", False, *_halves(problem)) for problem in survey.weights_problems],
         *[Check("data", False, *_halves(problem)) for problem in survey.data_problems],
         *[Check("secrets", False, *_halves(problem)) for problem in survey.secret_problems],
@@ -60,9 +60,23 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
 
 def _no_container(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
     """A run's file that names an image means a container: its command is not for the bare host."""
-    if run.image.use is None or host.runtime != "auto" or survey.live is not None:
+    if run.image.use is None or host.runtime != "auto":
         return []
-    _, why = runtimes.choose(host, survey.facts)
+    wanted, why = runtimes.choose(host, survey.facts)
+    if survey.live is not None:
+        stop = f"fab stop --name {run.name}"
+        return [
+            Check(
+                "image",
+                False,
+                f"the image {run.image.use} of the run's file is not used: {survey.live['run_id']} is in "
+                "progress as a plain process, and what takes its place is one too",
+                f"after {stop} a deploy starts a container"
+                if wanted == "compose"
+                else f"without it there would be no container either: {why}",
+                True,
+            )
+        ]
     return [
         Check(
             "image",
@@ -236,7 +250,12 @@ def _clocks(facts: Mapping[str, Any], host: HostSettings) -> list[Check]:
     ]
 
 
-def _state(facts: Mapping[str, Any]) -> Check:
+def _place(key: str, host: HostSettings) -> str:
+    """What chooses another place: the variables count on this machine only."""
+    return f"{key}: in fabric.yaml" + (f" or DRAFTHOUSE_{key.upper()}" if host.is_local else "")
+
+
+def _state(facts: Mapping[str, Any], host: HostSettings) -> Check:
     state = facts["state"]
     if state["writable"]:
         owner = state.get("owner_uid")
@@ -247,7 +266,7 @@ def _state(facts: Mapping[str, Any]) -> Check:
             False,
             f"the state directory {state['root']} belongs to uid {owner}, and you are root: that user could "
             "not manage what you deploy there",
-            "deploy as its owner, or choose another with state: in fabric.yaml or DRAFTHOUSE_STATE",
+            f"deploy as its owner, or choose another with {_place('state', host)}",
         )
     owner = state.get("owner_uid")
     whose = (
@@ -259,7 +278,7 @@ def _state(facts: Mapping[str, Any]) -> Check:
         "state",
         False,
         f"the state directory {state['root']} cannot be written{whose}",
-        "deploy as its owner, or choose another with state: in fabric.yaml or DRAFTHOUSE_STATE",
+        f"deploy as its owner, or choose another with {_place('state', host)}",
     )
 
 
@@ -280,7 +299,7 @@ def _disk(survey: Survey, run: RunSettings) -> Check:
     )
 
 
-def _shared_memory(survey: Survey, run: RunSettings) -> list[Check]:
+def _shared_memory(survey: Survey, host: HostSettings) -> list[Check]:
     shm, weights = survey.facts["shm"], survey.weights
     if weights is None or weights.action not in ("toy", "copy", "push"):
         return [Check("shm", True)]
@@ -292,7 +311,7 @@ def _shared_memory(survey: Survey, run: RunSettings) -> list[Check]:
                 "shm",
                 False,
                 f"{shm['root']} cannot be written by {survey.facts['user']}",
-                "choose another place with shm: in fabric.yaml or DRAFTHOUSE_SHM",
+                f"choose another place with {_place('shm', host)}",
             )
         )
     elif shm.get("free_bytes") is not None and shm["free_bytes"] < need:

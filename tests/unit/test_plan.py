@@ -368,9 +368,7 @@ deploy demo on gpu-box
   trial     a container of this release looks and ends, before anything else is stopped
   gpus      none
   user      10001:10001 in the container
-  mounts    {home}/run at /run/drafthouse
-            {home}/checkpoints
-            {home}/cache
+  mounts    of {home}: run, checkpoints, cache
   grace     60 s from SIGTERM to SIGKILL by launch (grace_seconds), 70 s by the engine, 15 s when the host goes down (dockerd's default): the smallest is 15 s (dockerd's, when the host goes down)
   at boot   {made.boot}
   start     the next run of demo: begins at step 0 (no checkpoint yet)"""
@@ -487,6 +485,32 @@ def test_a_command_of_several_lines_stays_on_one(tmp_path: Path) -> None:
     made = planned(survey(), tmp_path, text="command: [sh, -c, \"a 'b'\\nc\"]")
     line = next(line for line in str(made).splitlines() if line.startswith("  command"))
     assert line == "  command   sh -c $'a \\'b\\'\\nc'"
+
+
+def test_a_program_on_the_command_line_is_cut_and_json_has_it_whole(tmp_path: Path) -> None:
+    program = "\nimport time\n" + "print('line', flush=True)\n" * 20
+    path = "/data/" + "a/" * 60
+    url = "https://ada:hunter2" + "x" * 300 + "@host/"
+    text = json.dumps({"command": ["python", "-c", program, path, url]})
+    made = planned(survey(), tmp_path, text=text)
+    line = next(line for line in str(made).splitlines() if line.startswith("  command"))
+    assert line == (
+        f"  command   python -c 'import time … ({len(program)} characters)' {path} 'https://ada:***@host/'"
+    )
+    assert made.to_json()["command"][2] == program
+
+
+def test_what_a_container_sees_of_the_host_is_one_line_and_json_has_each_mount(tmp_path: Path) -> None:
+    text = "command: [a]\nimage: {use: my/image:1}\nsecrets: {TOKEN: {env: MINE}}\n"
+    found = dataclasses.replace(contained(tmp_path, text=text), weights=None, data="/data/tok")
+    made = planned(found, tmp_path, text=text, host=BOX)
+    home = found.layout.home
+    assert f"  mounts    of {home}: run, checkpoints, cache; read-only: secrets, /data/tok, ./app\n" in str(
+        made
+    )
+    assert made.to_json()["mounts"][0] == {
+        "source": f"{home}/run", "target": "/run/drafthouse", "read_only": False,
+    }  # fmt: skip
 
 
 def test_the_plan_is_json_for_scripts(tmp_path: Path) -> None:

@@ -161,6 +161,16 @@ def test_root_does_not_deploy_into_somebody_elses_state(tmp_path: Path) -> None:
     assert failures(TOY, tmp_path, found=theirs)[0] == [
         "the state directory /var/lib/drafthouse belongs to uid 1000, and you are root: that user could not manage what you deploy there; deploy as its owner, or choose another with state: in fabric.yaml or DRAFTHOUSE_STATE"
     ]
+    far = HostSettings(name="box", address="box")  # where the variables of this machine count for nothing
+    lost = facts(state={"owner_uid": 1000}, shm={"writable": False})
+    assert [
+        check.sentence.rpartition("; ")[2]
+        for check in preflight.checks(survey(lost), far, recipe(TOY, tmp_path).settings)
+        if not check.ok
+    ] == [
+        "deploy as its owner, or choose another with state: in fabric.yaml",
+        "choose another place with shm: in fabric.yaml",
+    ]
     assert failures(TOY, tmp_path, found=facts(state={"owner_uid": 10001})) == ([], []), (
         "the image's own user"
     )
@@ -210,6 +220,30 @@ GPUS = {
     "driver": "550.54.14", "library": "550.54.14", "toolkit": True,
 }  # fmt: skip
 USE = "command: [a]\nimage: {use: my/image:1}\n"
+
+
+@pytest.mark.parametrize(
+    ("engine", "remedy"),
+    [
+        (True, "after fab stop --name demo a deploy starts a container"),
+        (False, "without it there would be no container either: no Docker engine answers (it is down)"),
+    ],
+)
+def test_an_image_that_a_plain_process_in_progress_keeps_from_use_is_told(
+    engine: bool, remedy: str, tmp_path: Path
+) -> None:
+    """Also by a deploy that is unchanged otherwise."""
+    live = run(run={"runtime": "process", "command": OTHER})
+    found = facts(runs=[live], engine=ENGINE if engine else {"answers": False, "error": "it is down"})
+    box = HostSettings(name="box", address="box")
+    listed = preflight.checks(survey(found), box, recipe(USE, tmp_path).settings)
+    said = (
+        "the image my/image:1 of the run's file is not used: 0007-demo is in progress as a plain process, and what "
+        f"takes its place is one too; {remedy}"
+    )
+    assert preflight.warnings(listed) == [said]
+    pinned = box.model_copy(update={"runtime": "process"})  # then the file says so
+    assert preflight.warnings(preflight.checks(survey(found), pinned, recipe(USE, tmp_path).settings)) == []
 
 
 def contained(text: str, tmp_path: Path, **changes: Any) -> tuple[list[str], list[str]]:
