@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import details, drift_check, health_words
+from deploy import details, drift_check, health_words, mask
 from deploy.errors import USAGE, DeployError, either, nearest
 from deploy.health import Verdict, number, table, verdict
 from deploy.runtimes import compose
@@ -47,6 +47,7 @@ class Row:
     gpus_unknown: str = ""  # why nothing is known of them
     evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # see deploy.details
     links: Mapping[str, str] = dataclasses.field(default_factory=dict)  # only what this run printed itself
+    changes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # --set of a run in progress, masked
     drift: tuple[str, ...] | None = None  # None: not known, because nothing is rendered for it
     applied_by: str | None = None  # the command that makes an end of the drift
 
@@ -122,11 +123,17 @@ def row(
             for key, link in table(main, "links").items()
             if isinstance(link, str)
         },
+        changes=_changes(run),
         drift=drift,
         applied_by=_with_file(goal, run, health_words.command("restart", run["name"], host_name))
         if drift
         else None,
     )
+
+
+def _changes(run: Mapping[str, Any]) -> dict[str, str]:
+    """What --set changed in a run in progress: the next deploy goes by the file, unless it is given again."""
+    return dict(mask.pairs(table(table(dict(run), "run"), "changes"))) if run["alive"] else {}
 
 
 def _with_file(goal: Target, run: Mapping[str, Any], command: str | None) -> str | None:

@@ -54,6 +54,9 @@ def status(rows: Sequence[Row], colour: bool = False, verbose: bool = False) -> 
             word = f"\x1b[{COLOURS[row.verdict]}m{word}\x1b[0m"
         lines.append("  ".join([f"{row.host}  {row.run_id:<{names}}  {word}", *figures(row)]))
         lines += [f"    {key}: {value}" for key, value in row.links.items()]
+        if row.changes:
+            changes = ", ".join(f"{key}={cut(value, 80)}" for key, value in row.changes.items())
+            lines.append(f"    set: {changes} (a fab deploy or restart without it undoes that)")
         if row.drift:
             lines.append(f"    drift: the run differs from what is rendered now; {row.applied_by} applies it")
             lines += [f"      {difference}" for difference in row.drift]

@@ -52,6 +52,23 @@ def test_the_link_of_an_earlier_run_never_passes_for_this_ones() -> None:
     assert "runs/old" in shown(old, new, run_id="0006-demo")
 
 
+def test_what_was_set_for_a_run_in_progress_is_told_since_a_deploy_would_undo_it() -> None:
+    changes = {"environment.LEVEL": "three", "environment.HF_TOKEN": "hunter2", "trainer.lr": "3e-4"}
+    lines = shown(run(run={"changes": changes})).splitlines()
+    assert lines[1] == (
+        "    set: environment.LEVEL=three, environment.HF_TOKEN=***, trainer.lr=3e-4 (a fab deploy or "
+        "restart without it undoes that)"
+    )
+    answer = overview.Answer(
+        target(), rows=tuple(overview.rows(target(), facts(runs=[run(run={"changes": changes})]), None))
+    )
+    assert overview.as_json([answer])[0]["changes"] == {**changes, "environment.HF_TOKEN": "***"}
+    over = run(alive=False, run={"changes": changes}, exit={"reason": "stopped", "code": 0})
+    assert "set:" not in shown(over)
+    assert "set:" not in shown(run())
+    assert "set:" not in shown(run(run={"changes": ["strange"]}))
+
+
 def test_a_run_without_a_heartbeat_yet_has_no_figures_of_another() -> None:
     new = {**run("0008-demo"), "heartbeats": {}}
     text = shown(run("0007-demo", alive=False), new)
