@@ -107,6 +107,7 @@ def plan_deploy(
         found.interpreter.path,
         new,
         run.secrets,
+        found.secret_values,
         goal.project.root,
         run.first_heartbeat_timeout_seconds,
         run.command is None,
@@ -302,6 +303,7 @@ def diff(goal: Target, wanted: Recipe, progress: Progress = silent) -> str:
     if before is None:
         return f"release {old} is damaged or gone; fab deploy would write {new.id}"
     edited = [f"{file}: changed on the host" for file in release.changed(facts, wanted.settings.name, old)]
+    edited = [*plan.changed_secrets(found), *edited]
     if old == new.id:
         return "\n".join([f"no difference: release {old} is what would be rendered", *edited])
     lines = [f"release {old} → {new.id}", *release.differences(before[0], before[1], new), *edited, ""]

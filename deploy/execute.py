@@ -43,6 +43,7 @@ class Work:
     python: str
     release: Release | None = None  # None: it is on the host already, and is not looked at
     secrets: Mapping[str, SecretSource] = dataclasses.field(default_factory=dict)
+    secret_values: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)  # read already
     root: Path = Path()
     first_heartbeat_timeout_seconds: float = FIRST_HEARTBEAT_TIMEOUT
     heartbeats: bool = True
@@ -353,7 +354,10 @@ def _secrets(host: Host, work: Work) -> bytes | None:
         if found is None:
             raise DeployError(f"{host.name}: {work.secrets_from} is gone; fab deploy reads the secrets again")
         return found
-    return secrets.content(secrets.read(work.secrets, work.root)) if work.secrets else None
+    if not work.secrets:
+        return None
+    known = set(work.secret_values) == set(work.secrets)  # a password manager need not be asked twice
+    return secrets.content(work.secret_values if known else secrets.read(work.secrets, work.root))
 
 
 def _remove(host: Host, paths: Sequence[str], report: Report) -> None:

@@ -39,6 +39,7 @@ def look(wanted: dict[str, Any]) -> dict[str, Any]:
         "data": data,
         "copies": copies,
         "data_copies": copies,
+        "secrets": secrets,
     }
     return {key: known[key](**question) for key, question in wanted.items()}
 
@@ -81,6 +82,25 @@ def state(checkpoints: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def secrets(path: str, values: dict[str, str]) -> list[str]:
+    """The names of those `values` that a run's secrets file has otherwise; none if it cannot be read.
+
+    Only names leave the host, and what came over stdin is written nowhere.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError:
+        return []
+    entries = content.split(b"\0" if b"\0" in content else b"\n")  # as launch reads them
+    there = {name: value for name, equals, value in (entry.partition(b"=") for entry in entries) if equals}
+    return [
+        name
+        for name, value in sorted(values.items())
+        if there.get(name.encode(), value.encode("utf-8", "surrogateescape"))
+        != value.encode("utf-8", "surrogateescape")
+    ]
 
 
 def weights(source: str, shm: str, read: bool) -> dict[str, Any]:

@@ -131,7 +131,11 @@ def parts_of(survey: Survey, host: HostSettings, run: RunSettings) -> Parts:
 
 
 def make_release(survey: Survey, host: HostSettings, run: RunSettings) -> Release:
-    """The release that these settings and this checkout give."""
+    """The release that these settings and this checkout give.
+
+    Raises DeployError if a setting has a secret's value in it.
+    """
+    secrets.refuse_shown(run, survey.secret_values)
     parts = parts_of(survey, host, run)
     return release.build(
         run,
@@ -173,10 +177,12 @@ def make(
     live, old = survey.live, release_before(survey)
     # A run that is being stopped is as good as gone: to call it unchanged would leave nothing running.
     stopping = live is not None and bool((live["launch"] or {}).get("stopping"))
-    unchanged = task == "deploy" and live is not None and old == new.id and not stopping
+    same = live is not None and old == new.id and not survey.secrets_changed
+    unchanged = task == "deploy" and same and not stopping
     if not unchanged:
         preflight.refuse(found)
     differences = release.differences(before[0], before[1], new) if before and old != new.id else []
+    differences += changed_secrets(survey)
     init, commands = _init(facts, install, parts.runtime, run.image.use is not None)
     action, words = _image(survey, host, run, build)
     weights = survey.weights.path if survey.weights else None
@@ -220,6 +226,11 @@ def make(
         ),
         seen=seen(facts, run.name),
     )
+
+
+def changed_secrets(survey: Survey) -> list[str]:
+    """A line for each secret that the run in progress has with another value."""
+    return [f"secret {name}: changed (not shown)" for name in survey.secrets_changed]
 
 
 def make_same(

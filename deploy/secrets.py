@@ -3,6 +3,7 @@
 They never reach an argument, a release, run.json, a plan or a log: what these hold are names. The file lies
 outside the releases, `names/<name>/secrets-<run-id>`, mode 0400, and launch hands its lines to the trainer
 alone, at every attempt. So it is never written to again, and it goes with the first deploy after its run.
+Whether a value has changed since is decided on the host, which answers with names (`deploy.lookup:secrets`).
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from deploy import typedpath
-from deploy.errors import DeployError
-from deploy.settings import SecretSource
+from deploy.errors import USAGE, DeployError
+from deploy.settings import RunSettings, SecretSource
 from deploy.yamlfile import is_text
 
+TELLING = 8  # characters from which on a value is looked for in settings
 COMMAND_TIMEOUT = 60.0  # seconds; a password manager may have to ask
 
 
@@ -60,6 +62,49 @@ def read(
     return {name: _read(name, source, root, environment) for name, source in sorted(sources.items())}
 
 
+def look(
+    sources: Mapping[str, SecretSource], root: Path, environment: Mapping[str, str] = os.environ
+) -> tuple[dict[str, str], list[str]]:
+    """(the values that can be read, why the others cannot, a sentence each)."""
+    values, wrong = {}, []
+    for name, source in sorted(sources.items()):
+        missing = problems({name: source}, root, environment)
+        try:
+            if not missing:
+                values[name] = _read(name, source, root, environment)
+        except DeployError as error:
+            missing = [str(error)]
+        wrong += missing
+    return values, wrong
+
+
+def refuse_shown(settings: RunSettings, values: Mapping[str, str]) -> None:
+    """Raise DeployError for a setting that has a secret's value in it: settings are rendered for all to read.
+
+    A short value says nothing: it may be a part of anything.
+    """
+    for way, text in _texts(settings.model_dump(exclude={"secrets", "description"})):
+        for name, value in sorted(values.items()):
+            if len(value) >= TELLING and value in text:
+                raise DeployError(
+                    f"{way} has the value of the secret {name} in it, which plans and files of the release "
+                    f"would show to all; let the program put it together from {name}",
+                    code=USAGE,
+                )
+
+
+def _texts(value: Any, way: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in nested settings, with the way to it: ``environment.API``, ``word 3 of command``."""
+    if isinstance(value, str):
+        yield way, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(inner, f"{way}.{key}" if way else str(key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value, 1):
+            yield from _texts(inner, f"word {number} of {way}")
+
+
 def content(values: Mapping[str, str]) -> bytes:
     """The file for launch: KEY=value entries, ended by newlines, or by NUL if a value has several lines."""
     for name, value in values.items():
@@ -69,6 +114,14 @@ def content(values: Mapping[str, str]) -> bytes:
             )
     end = "\0" if any("\n" in value for value in values.values()) else "\n"
     return "".join(f"{name}={value}{end}" for name, value in sorted(values.items())).encode()
+
+
+def file_in_use(facts: Mapping[str, Any], name: str) -> str | None:
+    """The secrets file of the run in progress, by the probe's facts; None without one."""
+    there = facts["names"].get(name, {}).get("secrets", [])
+    live = next((run for run in reversed(facts["runs"]) if run["name"] == name and run["alive"]), None)
+    file = ((live or {}).get("run") or {}).get("secrets_file")
+    return file if file in there else None
 
 
 def over(facts: Mapping[str, Any], name: str) -> list[str]:

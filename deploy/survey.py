@@ -47,6 +47,8 @@ class Survey:
     data_copy: Weights | None = None  # how they get there, if they come from this machine
     data_problems: tuple[str, ...] = ()
     secret_problems: tuple[str, ...] = ()
+    secret_values: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)  # those known here
+    secrets_changed: tuple[str, ...] = ()  # names whose value the run in progress has otherwise
     checkpoint: Mapping[str, Any] | None = None  # state.json of checkpoints/latest
     image: release.Image | None = None  # with the compose runtime
 
@@ -78,6 +80,10 @@ def take(
     if not question.contained:
         directory = working_directory(project, settings, run)
         wanted["interpreter"] = _interpreters_question(question.python, run, directory)
+    values, secret_problems = secrets.look(run.secrets, project.root)
+    file = secrets.file_in_use(facts, run.name)
+    if file and values:
+        wanted["secrets"] = {"path": file, "values": values}
     answers = onhost.ask(host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)
     found = _answered(question, answers, host, progress, read=True)
     return dataclasses.replace(
@@ -86,7 +92,9 @@ def take(
         if question.contained
         else _interpreter(question.python, answers["interpreter"]),
         git=release.git_state(CHECKOUT),
-        secret_problems=tuple(secrets.problems(run.secrets, project.root)),
+        secret_problems=tuple(secret_problems),
+        secret_values=values,
+        secrets_changed=tuple(answers.get("secrets", ())),
         checkpoint=answers["state"],
     )
 

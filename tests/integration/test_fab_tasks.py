@@ -290,7 +290,18 @@ def test_every_run_keeps_the_secrets_that_it_was_started_with_and_those_of_runs_
     fab.file(COUNTING + "secrets: {TOKEN: {env: MINE}}\n")
     fab.ok("deploy", "--no-follow", MINE="one")
     (home / "secrets").write_text("TOKEN=left by an earlier version\n")
-    fab.ok("restart", "--no-follow", MINE="two")
+    for known in ({"MINE": "one"}, {}):  # what cannot be read here cannot be compared
+        assert fab.ok("deploy", "--no-follow", **known).startswith("unchanged: 0001-demo runs release ")
+    assert "TOKEN" not in fab.ok("diff", MINE="one")
+    assert fab.ok("diff", MINE="two").endswith("\nsecret TOKEN: changed (not shown)\n")
+    planned = fab.ok("plan", MINE="two")
+    assert ", unchanged\n            secret TOKEN: changed (not shown)\n" in planned
+    assert "two" not in planned
+    assert json.loads(fab.ok("plan", "--json", MINE="two"))["plan"]["differences"] == [
+        "secret TOKEN: changed (not shown)"
+    ]
+    assert "secret TOKEN: changed (not shown)\n" in fab.ok("deploy", "--no-follow", MINE="two")
+    assert fab.ok("plan", MINE="two").startswith("unchanged: 0002-demo runs release ")
     assert kept() == {"secrets-0001-demo": "TOKEN=one\n", "secrets-0002-demo": "TOKEN=two\n"}
     fab.ok("restart", "--same", "--no-follow")  # needs no MINE
     assert kept() == {"secrets-0002-demo": "TOKEN=two\n", "secrets-0003-demo": "TOKEN=two\n"}
