@@ -41,13 +41,18 @@ def checks(
     found: Devices,
     image: Image | None,
     mounts: list[compose.Mount],
+    there: bool | None = None,
 ) -> list[Check]:
-    """All findings about engine, image, devices, memory and mounts."""
+    """All findings about engine, image, devices, memory and mounts.
+
+    `there` says whether the engine has an image that is used as it is; None: that is not known.
+    """
     broken = list(_engine(facts["engine"], host, facts))
     if broken:
         return broken  # nothing else can be said of an engine that does not answer
     return [
         *_command(run),
+        *_lost(host, run, there),
         *_user(facts, host, run),
         *_taken(facts, host, run),
         *_toolkit(facts, host, found),
@@ -114,6 +119,16 @@ def _command(run: RunSettings) -> Iterator[Check]:
             False,
             "the run has a command: of its own, but no image that has its program",
             "name one that is on the host, like image: {use: my/image:1.4}, or set runtime: process",
+        )
+
+
+def _lost(host: HostSettings, run: RunSettings, there: bool | None) -> Iterator[Check]:
+    if run.image.use is not None and there is False:
+        yield Check(
+            "image",
+            False,
+            f"there is no image {run.image.use} on {host.name}",
+            "docker pull it there, or correct image: in the run's file",
         )
 
 

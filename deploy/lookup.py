@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy import typedpath, weights_store
+from deploy import engine, typedpath, weights_store
 from deploy.errors import DeployError
 
 PYTHON_TIMEOUT = 20.0  # seconds for the trainer's Python to say who it is; a disk may be asleep
@@ -40,6 +40,7 @@ def look(wanted: dict[str, Any]) -> dict[str, Any]:
         "copies": copies,
         "data_copies": copies,
         "secrets": secrets,
+        "image": image,
     }
     return {key: known[key](**question) for key, question in wanted.items()}
 
@@ -106,6 +107,18 @@ def secrets(path: str, values: dict[str, str]) -> list[str]:
 def weights(source: str, shm: str, read: bool) -> dict[str, Any]:
     """A model directory of this host; see `weights_store.look`."""
     return weights_store.look(source, shm, read)
+
+
+def image(reference: str, address: str | None) -> bool | None:
+    """Whether the engine has an image of one's own; None if it does not say.
+
+    The engine is asked itself: a digest, an id and a name without its registry mean the same image.
+    """
+    try:
+        engine.Engine(address).image(reference)
+    except engine.EngineError as error:
+        return False if error.status == 404 else None
+    return True
 
 
 def data(source: str) -> dict[str, Any]:

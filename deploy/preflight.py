@@ -36,7 +36,7 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
     if runtime == "compose":
         weights = survey.weights.path if survey.weights else None
         mounts = compose.mounts(run, survey.layout, weights, survey.data)
-        own = container.checks(facts, host, run, found, survey.image, mounts)
+        own = container.checks(facts, host, run, found, survey.image, mounts, survey.image_there)
     else:
         own = [*_python(survey, host, run), *_no_container(survey, host, run)]
     return [

@@ -51,6 +51,7 @@ class Survey:
     secrets_changed: tuple[str, ...] = ()  # names whose value the run in progress has otherwise
     checkpoint: Mapping[str, Any] | None = None  # state.json of checkpoints/latest
     image: release.Image | None = None  # with the compose runtime
+    image_there: bool | None = None  # whether the engine has one's own image; None: not asked, or not known
 
     @property
     def runs(self) -> list[Mapping[str, Any]]:
@@ -84,6 +85,8 @@ def take(
     file = secrets.file_in_use(facts, run.name)
     if file and values:
         wanted["secrets"] = {"path": file, "values": values}
+    if question.contained and run.image.use is not None and facts["engine"]["answers"]:
+        wanted["image"] = {"reference": run.image.use, "address": facts["engine"].get("address")}
     answers = onhost.ask(host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)
     found = _answered(question, answers, host, progress, read=True)
     return dataclasses.replace(
@@ -94,6 +97,7 @@ def take(
         git=release.git_state(CHECKOUT),
         secret_problems=tuple(secret_problems),
         secret_values=values,
+        image_there=answers.get("image"),
         secrets_changed=tuple(answers.get("secrets", ())),
         checkpoint=answers["state"],
     )

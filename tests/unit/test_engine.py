@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from samples import facts, recipe
 
+from deploy import survey
 from deploy.engine import Engine, EngineError, address, end_words, moment, state, variables
+from deploy.host import Local
+from deploy.settings import HostSettings, Project
 
 
 def test_the_variable_says_where_the_engine_is():
@@ -144,3 +148,24 @@ def test_both_outputs_of_a_container_become_lines(served: list):
     )
     served[1] = b"HTTP/1.0 200 OK\r\nContent-Type: application/vnd.docker.raw-stream\r\n\r\n" + frames
     assert Engine(served[0]).logs("x") == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "there"),
+    [
+        (b'HTTP/1.0 200 OK\r\n\r\n{"Id": "sha256:1"}', True),
+        (b'HTTP/1.0 404 Not Found\r\n\r\n{"message": "No such image: no/such:1"}', False),
+        (b"HTTP/1.0 500 Internal Server Error\r\n\r\n{}", None),
+        (b"", None),
+    ],
+)
+def test_an_image_of_ones_own_is_looked_for_before_anything_is_planned(
+    served: list, answer: bytes, there: bool | None, tmp_path: Path
+):
+    served[1] = answer
+    engine = {"answers": True, "version": "29.1.0", "compose": "2.40.3", "address": served[0]}
+    wanted = recipe("command: [a]\nimage: {use: 'no/such:1@sha256:0'}", tmp_path).settings
+    box = HostSettings(name="box", address="box", runtime="compose")
+    found = survey.take(Project(tmp_path, {}), Local(), box, wanted, facts(engine=engine))
+    assert found.image_there is there
+    assert [request.split()[1] for request in served[2]] == [b"/images/no/such:1@sha256:0/json"]

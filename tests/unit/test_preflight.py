@@ -303,7 +303,9 @@ REFUSED: list[tuple[str, str, dict, str]] = [
      "shm_size is 64m, but PyTorch's loaders and NCCL may need 1024 MiB in the container's /dev/shm, and would end in a bus error; remove shm_size, or enlarge it"),
     ("memory", f"{TOY}\nmemory: 512m", {},
      "memory is 512m, but the container's shared memory alone may take 1024 MiB of it; enlarge memory: in the run's file, or remove it"),
-    ("mount", USE, {"data": "/usr"},
+    ("lost image", USE, {"image_there": False},
+     "there is no image my/image:1 on box; docker pull it there, or correct image: in the run's file"),
+    ("mount", USE, {"data": "/usr", "image_there": True},
      "/usr would be mounted over the container's own /usr; choose a directory of its own for weights: or data: in the run's file"),
 ]  # fmt: skip
 
