@@ -79,6 +79,7 @@ def plan_deploy(
     facts = _free(goal, run.name, lock_wait, progress, under_way)
     found = survey.take(goal.project, goal.host, goal.settings, run, facts, progress)
     new = plan.make_release(found, goal.settings, run)
+    release.look_at(goal.host, found.layout, facts, new.id)
     old = plan.release_before(found)
     before = release.deployed(goal.host, found.layout, old) if old and old != new.id else None
     made = plan.make(
@@ -150,9 +151,7 @@ def plan_again(
             f"release {wanted} of {name} is damaged or gone; fab {'restart' if alive else 'deploy'} makes "
             "one of your files as they are now"
         )
-    if wanted not in facts["names"][name]["changed"]:  # the probe looks at the releases that count only
-        path = layout.release(wanted)
-        facts["names"][name]["changed"][wanted] = onhost.ask(goal.host, "deploy.release_store:damage", path)
+    release.look_at(goal.host, layout, facts, wanted)
     run = again.template(facts, name, wanted, goal.settings.name)
     python = goal.settings.python or facts["python_path"]
     seen = survey.Survey(facts, layout, survey.Interpreter(python), {}, {})
@@ -302,7 +301,7 @@ def diff(goal: Target, wanted: Recipe, progress: Progress = silent) -> str:
     before = release.deployed(goal.host, found.layout, old)
     if before is None:
         return f"release {old} is damaged or gone; fab deploy would write {new.id}"
-    edited = [f"{file}: changed on the host" for file in release.changed(facts, wanted.settings.name, old)]
+    edited = release.edited(facts, wanted.settings.name, old)
     edited = [*plan.changed_secrets(found), *edited]
     if old == new.id:
         return "\n".join([f"no difference: release {old} is what would be rendered", *edited])

@@ -37,11 +37,6 @@ def of_process(run: Mapping[str, Any], images: Iterable[Mapping[str, Any]] = ())
     ]
 
 
-def of_release(changed: Iterable[str]) -> list[str]:
-    """Files of the run's release that somebody edited on the host: the process still runs the old ones."""
-    return [f"{file}: changed on the host" for file in changed]
-
-
 def _words(deployed: Sequence[str], running: Sequence[str]) -> list[str]:
     """Words of the command line. Only where both start the same program: a wrapper may `exec` another one."""
     if not deployed or not running or list(deployed) == list(running):

@@ -34,7 +34,7 @@ def of_runs(
 def _of_run(facts: Mapping[str, Any], run: Mapping[str, Any], rendered: Drift | None) -> Drift | None:
     known = tuple(drift.of_process(run, facts.get("images") or ()))
     if deployed := _release_of(run):
-        known += tuple(drift.of_release(release.changed(facts, run["name"], deployed)))
+        known += tuple(release.edited(facts, run["name"], deployed))
     if rendered is None:
         return known or (() if run.get("running") else None)
     return (*rendered, *known)

@@ -384,8 +384,12 @@ def seen(facts: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _changed(facts: Mapping[str, Any], name: str, release_id: str) -> list[str]:
+    new = release.added(facts, name, release_id)
     return [
-        f"release file {file} was changed on the host; the running process may differ; "
+        f"release file {file} was added on the host; the running process may use it; "
+        "fab restart leaves it out"
+        if file in new
+        else f"release file {file} was changed on the host; the running process may differ; "
         "fab restart writes it anew"
         for file in release.changed(facts, name, release_id)
     ]

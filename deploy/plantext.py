@@ -83,8 +83,7 @@ def text(plan: Plan) -> list[str]:
 def _release(plan: Plan) -> str:
     state = "on the host already" if plan.release_is_there else "new"
     if plan.damaged:
-        more = f" and {len(plan.damaged) - 1} more" if len(plan.damaged) > 1 else ""
-        state = f"damaged on the host ({plan.damaged[0]}{more}): moved aside, and written anew"
+        state = f"damaged on the host ({release.several(plan.damaged)}): moved aside, and written anew"
     if plan.release == plan.release_before and plan.damaged:
         return f"{plan.release}, {state}"
     if plan.release == plan.release_before:

@@ -14,7 +14,8 @@ containers [{name project directory here}] (running ones of our projects; here: 
 gpus {devices [{index path uuid holders [{pid command age daemon}]}] control driver library toolkit
 nvidia_smi nvml (see `deploy.nvml`: a list, or {unknown: why}; null without a sample)},
 names {name: {current previous releases stop booted reference secrets [paths] changed {release: files that
-are not as they were deployed} images {release: image}}}, runs [..], switch and locks
+are not as they were deployed} added {release: those of them that were not deployed at all}
+images {release: image}}}, runs [..], switch and locks
 {name: null or who holds it}, weights [{name digest path bytes}], problems [..]. Sizes are bytes, times Unix
 seconds, `cpu_ticks` two counts `sample_seconds` apart (one, without a sample or once the process is gone), of
 which there are `clock_ticks` a second.
@@ -56,6 +57,7 @@ TAIL_BYTES = 4096
 METRICS_BYTES = 1 << 15  # the end of metrics.jsonl that is read: about 60 records
 WINDOW = 100  # steps over which a run's speed is held against its reference
 MANIFEST = "release.json"
+OTHERS = "other files"  # of a release: they differ, and nothing is left that says which
 COMPOSE_FILE = "compose.yaml"
 IMAGE = re.compile(r"""^\s+image:\s*["']?([^"'\s]+)""", re.MULTILINE)
 SECRETS = re.compile(r"^secrets(-.*)?$")  # by name only: what is in them leaves the host nowhere
@@ -214,6 +216,7 @@ class Probe:
                     wanted.append(release.get("id") if isinstance(release, dict) else None)
             home = self.state / "names" / name / "releases"
             found["changed"] = {key: changed(home / key) for key in found["releases"] if key in wanted}
+            found["added"] = {key: added(home / key, names) for key, names in found["changed"].items()}
 
     def holder(self, name: str, lock: str) -> dict[str, Any] | None:
         """Who holds a lock of `name`, in the holder's own words; None if it is free."""
@@ -406,30 +409,57 @@ def recent(metrics: Path) -> dict[str, Any] | None:
 def changed(release: Path) -> list[str]:
     """The files of a release that are not what its manifest says, or that it does not name.
 
-    The manifest is one of them if it is missing, or if its digests do not give the release's id. A file that
-    was added counts, since Python would import it; Python's own caches do not.
+    The manifest is one of them, and the first, if it is missing or if its digests do not give the release's
+    id. A file that was added counts, since Python would import it; Python's own caches do not.
     """
+    digests, here = manifest(release), files_of(release)
+    found = [name for name, digest in digests.items() if digest_of(release / name) != digest]
+    found = sorted([*found, *(name for name in here if name not in digests)])
+    if gives(digests, release.name):
+        return found
+    # Then nothing that it says can be relied on. The id itself still tells whether all other files are right.
+    if gives({name: digest_of(release / name) or "" for name in here}, release.name):
+        return [MANIFEST]
+    return [MANIFEST, *(found if digests else [OTHERS])]
+
+
+def added(release: Path, files: list[str]) -> list[str]:
+    """Those of `files` that a release's manifest does not name."""
+    known = manifest(release)
+    return [name for name in files if name not in known and name not in (MANIFEST, OTHERS)]
+
+
+def manifest(release: Path) -> dict[str, str]:
+    """The digest of every file, as the release's manifest has them; none if it is damaged or missing."""
     try:
         digests = json.loads((release / MANIFEST).read_bytes())["files"]
-        whole = "".join(f"{name}\0{digest}\n" for name, digest in sorted(digests.items()))
+        return {str(name): str(digest) for name, digest in digests.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return [MANIFEST]
-    if not hashlib.sha256(whole.encode("utf-8", "replace")).hexdigest().startswith(release.name):
-        return [MANIFEST]  # then nothing that it says can be relied on
+        return {}
+
+
+def files_of(release: Path) -> list[str]:
+    """All files in a release but its manifest and Python's caches; a link to a directory counts as a file."""
     found = []
-    for name, digest in sorted(digests.items()):
-        try:
-            same = hashlib.sha256((release / name).read_bytes()).hexdigest() == digest
-        except OSError:
-            same = False
-        if not same:
-            found.append(name)
     for folder, folders, names in os.walk(release):
         folders[:] = [name for name in folders if name != "__pycache__"]
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        here = (os.path.relpath(os.path.join(folder, name), release) for name in (*names, *links))
-        found += [name for name in here if name not in digests and name != MANIFEST]
-    return sorted(found)
+        found += [os.path.relpath(os.path.join(folder, name), release) for name in (*names, *links)]
+    return [name for name in found if name != MANIFEST]
+
+
+def digest_of(path: Path) -> str | None:
+    """None for what is no file or cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    except OSError:
+        return None
+
+
+def gives(digests: dict[str, str], release_id: str) -> bool:
+    """Whether a release of files with these digests has this id."""
+    whole = "".join(f"{name}\0{digest}\n" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(whole.encode("utf-8", "replace")).hexdigest().startswith(release_id)
 
 
 def number(value: dict[str, Any] | None, key: str) -> float | None:

@@ -381,15 +381,37 @@ def changed(facts: Mapping[str, Any], name: str, release_id: str | None) -> list
     return list(facts["names"].get(name, {}).get("changed", {}).get(release_id, []))
 
 
+def added(facts: Mapping[str, Any], name: str, release_id: str | None) -> list[str]:
+    """Those of `changed` that nobody deployed."""
+    return list(facts["names"].get(name, {}).get("added", {}).get(release_id, []))
+
+
+def edited(facts: Mapping[str, Any], name: str, release_id: str) -> list[str]:
+    """A line for each of them: ``run.env: changed on the host``."""
+    new = added(facts, name, release_id)
+    return [
+        f"{file}: {'added' if file in new else 'changed'} on the host"
+        for file in changed(facts, name, release_id)
+    ]
+
+
+def several(files: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b, c and 4 more``."""
+    shown = list(files[:3]) + ([f"{len(files) - 3} more"] if len(files) > 3 else [])
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
 def refuse_changed(facts: Mapping[str, Any], host: str, name: str, release_id: str) -> None:
     """Raise DeployError if a release is not what was deployed: it would run under an id not its own."""
     files = changed(facts, name, release_id)
     if not files:
         return
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     alive = any(run["name"] == name and run["alive"] for run in facts["runs"])
+    only_added = len(files) == len(added(facts, name, release_id))
+    verb, where = "was" if len(files) == 1 else "were", f"release {release_id} of {name}"
+    said = f"{verb} added to {where} on {host}" if only_added else f"of {where} {verb} changed on {host}"
     raise DeployError(
-        f"{files[0]}{more} of release {release_id} of {name} {'were' if more else 'was'} changed on {host}; "
+        f"{several(files)} {said}; "
         + (
             f"fab {'restart' if alive else 'deploy'} writes it anew"
             if release_id == facts["names"].get(name, {}).get("current")
@@ -444,6 +466,14 @@ def deployed_each(host: Host, paths: Sequence[str]) -> list[tuple[dict[str, byte
         )
         for found in onhost.ask(host, "deploy.release_store:read_each", list(paths))
     ]
+
+
+def look_at(host: Host, layout: Layout, facts: Mapping[str, Any], release_id: str) -> None:
+    """Add to the facts what was changed in a release that the probe passes over: one that does not run."""
+    known = facts["names"].get(layout.name) or {}
+    if release_id in known.get("releases", ()) and release_id not in known["changed"]:
+        found = onhost.ask(host, "deploy.release_store:differing", layout.release(release_id))
+        known["changed"][release_id], known["added"][release_id] = found
 
 
 def damage(host: Host, layout: Layout, release: Release) -> list[str] | None:

@@ -26,6 +26,12 @@ def damage(path: str) -> list[str] | None:
     return probe.changed(Path(path))
 
 
+def differing(path: str) -> list[list[str]]:
+    """[files of a release that are not as they were deployed, those of them that were added]."""
+    found = probe.changed(Path(path))
+    return [found, probe.added(Path(path), found)]
+
+
 def read_each(paths: list[str]) -> list[dict[str, Any] | None]:
     """`read` for each of several releases."""
     return [read(path) for path in paths]

@@ -119,6 +119,8 @@ def test_rollback_refuses_early_when_what_it_needs_is_gone(fab: Fab) -> None:
     refused = fab.run("rollback", "--no-follow")
     assert refused.returncode == 1
     assert f"of release {first} of demo was changed on localhost" in refused.stderr
+    planned = fab.ok("plan", "--set", "environment.GREETING=one")  # its own --set is no part of a release
+    assert f"{second} → {first}, damaged on the host (run.yaml): moved aside, and written anew\n" in planned
     shutil.rmtree(fab.runs[0].path)
     refused = fab.run("rollback", "--no-follow")
     assert f"no run of release {first} of demo is known on localhost any more" in refused.stderr

@@ -128,7 +128,7 @@ def test_a_release_that_is_half_there_is_named_and_the_next_deploy_writes_it_ane
     whole = {path.name: path.read_bytes() for path in old.iterdir() if path.is_file()}
     (old / "run.env").unlink()
     (old / "release.json").write_bytes(whole["release.json"][: len(whole["release.json"]) // 2])
-    said = f"  release   {old.name}, damaged on the host (release.json): moved aside, and written anew\n"
+    said = f"  release   {old.name}, damaged on the host (release.json and other files): moved aside, and written anew\n"
     assert said in remote.ok("plan", *HERE)
     same = remote.run("start", *HERE, "--no-follow")
     assert same.returncode == 1

@@ -21,7 +21,7 @@ import deployed
 import pytest
 from deployed import HOST, TRAINER, processes_of, steps, until
 
-from deploy import evidence, onhost, release
+from deploy import evidence, onhost, probe, release
 from deploy.health import verdict
 from deploy.host import HostError, Local
 from deploy.release import Layout
@@ -169,7 +169,8 @@ def test_names_with_releases_and_links_are_listed(place):
         "images": {},
         "reference": None,
         "secrets": [str(name / "secrets-0001-demo")],
-        "changed": {"bbbbbbbbbbbb": ["release.json"]},  # (it has none)
+        "changed": {"bbbbbbbbbbbb": ["release.json", "other files"]},  # (it has none)
+        "added": {"bbbbbbbbbbbb": []},
     }
     assert facts["switch"] == {"demo": None}
 
@@ -196,15 +197,40 @@ def test_files_of_a_current_or_running_release_that_somebody_changed_are_named(p
         (Path(layout.release(made.id)) / name).touch()
     (Path(layout.release(made.id)) / "app/numpy").symlink_to("/")
     assert changed() == {made.id: ["app/numpy", "app/torch.py", "app/trainer/x.py", "run.yaml"]}
+    told = collect(place, sample=0)["names"]["demo"]
+    assert told["added"] == {made.id: ["app/numpy", "app/torch.py"]}
+    os.mkfifo(Path(layout.release(made.id)) / "app/pipe")  # nobody writes into it
+    assert "app/pipe" in changed()[made.id]
+    (Path(layout.release(made.id)) / "app/pipe").unlink()
     # A manifest that was brought in line with the change no longer gives the release's id.
     manifest = Path(layout.release(made.id)) / "release.json"
     manifest.chmod(0o644)
     manifest.write_text(json.dumps({"files": {"app/trainer/x.py": hashlib.sha256(b"3").hexdigest()}}))
-    assert changed() == {made.id: ["release.json"]}
+    bad = [
+        "release.json",
+        "app/numpy",
+        "app/torch.py",
+    ]  # (what it says of x.py is believed, for want of better)
+    assert changed() == {made.id: bad}
     run = place.run_dir(release={"id": other.id})
     with open(run.lock, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert changed() == {made.id: ["release.json"], other.id: []}
+        assert changed() == {made.id: bad, other.id: []}
+
+
+def test_a_release_without_its_manifest_tells_by_its_id_whether_the_other_files_are_right(place):
+    layout = Layout(str(place.root), "/dev/shm/drafthouse", "demo")
+    made = release.of({"run.yaml": b"a: 1\n", "app/trainer/x.py": b"1"})
+    release.write(Local(), layout, made)
+    path = Path(layout.release(made.id))
+    whole = (path / "release.json").read_bytes()
+    (path / "release.json").unlink()
+    assert probe.changed(path) == ["release.json"]
+    (path / "run.yaml").unlink()
+    assert probe.changed(path) == ["release.json", "other files"]
+    assert probe.added(path, probe.changed(path)) == []
+    (path / "release.json").write_bytes(whole.replace(b'"files": {', b'"files": {"app/x.py": "0",'))
+    assert probe.changed(path) == ["release.json", "app/x.py", "run.yaml"]
 
 
 def test_weights_are_listed_with_their_size(place):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from samples import NOW, run
 
-from deploy import drift
+from deploy import drift, release
 
 COMMAND = ["/opt/venv/bin/python", "-u", "-m", "trainer", "--lr", "0.0006", "--use-soft-labels"]
 
@@ -105,4 +105,8 @@ def test_a_script_that_was_corrected_after_the_process_had_started_is_named() ->
 
 
 def test_files_of_the_release_that_were_edited_on_the_host_are_named() -> None:
-    assert drift.of_release(["app/trainer/loss.py"]) == ["app/trainer/loss.py: changed on the host"]
+    known = {"changed": {"a" * 12: ["app/trainer/loss.py", "extra"]}, "added": {"a" * 12: ["extra"]}}
+    assert release.edited({"names": {"demo": known}}, "demo", "a" * 12) == [
+        "app/trainer/loss.py: changed on the host",
+        "extra: added on the host",
+    ]

@@ -159,13 +159,15 @@ def test_an_unchanged_deploy_names_a_file_of_the_release_that_was_changed_on_the
         "demo": {
             "current": old.id,
             "releases": [old.id],
-            "changed": {old.id: ["app/trainer/loss.py"], OLD: ["x"]},
+            "changed": {old.id: ["app/trainer/loss.py", "extra"], OLD: ["x"]},
+            "added": {old.id: ["extra"]},
         }
     }
     made = planned(survey(facts(runs=[run(release_id=old.id)], names=names)), tmp_path)
     assert str(made).splitlines()[1:] == [
         "note: release file app/trainer/loss.py was changed on the host; the running process may differ; "
-        "fab restart writes it anew"
+        "fab restart writes it anew",
+        "note: release file extra was added on the host; the running process may use it; fab restart leaves it out",
     ]
     # A restart writes it anew, and has nothing to warn of.
     assert (
@@ -565,7 +567,13 @@ def test_a_release_that_was_changed_on_the_host_is_not_started_under_its_old_id(
     with pytest.raises(DeployError) as caught:
         plan.make_same(survey(facts(runs=[run(alive=alive)], names=names)), LOCALHOST, ["a"])
     assert str(caught.value) == (
-        f"app/trainer/loss.py and 1 more of release {OLD} of demo were changed on localhost; fab {task} writes it anew"
+        f"app/trainer/loss.py and run.yaml of release {OLD} of demo were changed on localhost; fab {task} writes it anew"
+    )
+    names["demo"] |= {"changed": {OLD: ["app/x.py"]}, "added": {OLD: ["app/x.py"]}}
+    with pytest.raises(DeployError) as caught:
+        plan.make_same(survey(facts(runs=[run(alive=alive)], names=names)), LOCALHOST, ["a"])
+    assert str(caught.value) == (
+        f"app/x.py was added to release {OLD} of demo on localhost; fab {task} writes it anew"
     )
 
 
@@ -598,6 +606,6 @@ def test_a_half_rendered_release_on_the_host_is_named_and_written_anew(tmp_path:
     }
     made = planned(survey(facts(names=names)), tmp_path)
     assert (
-        f"  release   {old.id}, damaged on the host (release.json and 1 more): moved aside, and written anew\n"
+        f"  release   {old.id}, damaged on the host (release.json and run.env): moved aside, and written anew\n"
         in str(made)
     )
