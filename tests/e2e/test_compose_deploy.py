@@ -127,6 +127,14 @@ def test_a_container_is_deployed_left_alone_changed_brought_back_by_a_boot_and_s
     again = remote.ok("deploy", "--no-follow")
     assert again.startswith(f"unchanged: {first.path.name} runs release "), again
     assert (remote.containers(), len(remote.runs)) == (before, 1)
+    rotated = remote.ok("plan", MINE="swordfish")
+    assert "\n            secret TOKEN: changed (not shown)\n" in rotated
+    assert "swordfish" not in rotated
+    lost = remote.run("plan", "--set", "image.use=no/such:1")
+    said = (
+        "there is no image no/such:1 on gpu-box; docker pull it there, or correct image: in the run's file\n"
+    )
+    assert (lost.returncode, lost.stdout, lost.stderr) == (1, "", said)
 
     changed = remote.ok("restart", "--no-follow", "--set", "environment.LEVEL=three")
     assert "→ three" in changed
