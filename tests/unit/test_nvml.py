@@ -72,8 +72,9 @@ def test_a_missing_library_is_unknown(monkeypatch):
 
 
 def test_a_library_that_hangs_is_given_up_on_and_no_second_process_waits_for_it(ask, monkeypatch):
-    monkeypatch.setattr(nvml, "PATIENCE", 0.2)
-    assert "does not answer within 0.2 s" in ask("hang\n")["unknown"]
+    with monkeypatch.context() as impatient:
+        impatient.setattr(nvml, "PATIENCE", 0.2)
+        assert "does not answer within 0.2 s" in ask("hang\n")["unknown"]
     for pid in list(nvml._left):  # what was killed goes at once, unless the kernel holds it
         os.waitpid(pid, 0)
         nvml._left.remove(pid)
