@@ -3,40 +3,46 @@
 `fab --list` shows the menu, `fab --help deploy` the flags of one task.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import dataclasses
-import functools
-import io
 import os
-import re
-import shutil
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from fabric import Connection, task
-from invoke import Context, Exit
-
-from deploy import early
-from deploy.errors import USAGE, DeployError
 
 ROOT = Path(__file__).resolve().parent
 EARLY = 600.0  # seconds, in which a run that fails is taken for one that never worked
 INTERRUPTED = 130
+ITSELF = Path(sys.argv[0]).stem == "fab" and threading.current_thread() is threading.main_thread()
 
-if Path(sys.argv[0]).stem == "fab" and threading.current_thread() is threading.main_thread():
-    # Until a task begins, Ctrl-C ends the command at once. (Invoke would exit with 1.)
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
-    if sys.stdout is None:  # closed by the shell (>&-)
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):  # a terminal whose encoding lacks a sign gets another one
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+
+def ends_at_once() -> None:
+    """Until a task begins, and after its end, Ctrl-C ends the command without a word. (Invoke would exit with
+    1; an exception, while modules are imported, would be a traceback.)"""
+    if ITSELF:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+
+
+ends_at_once()  # before anything else is imported
+
+import dataclasses
+import functools
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fabric import Connection, main, task
+from invoke import Context, Exit
+
+from deploy import early, output, parsing
+from deploy.errors import USAGE, DeployError
+
+if ITSELF:
+    output.guard()
 
 try:  # Fabric reads this file right after us, and would answer a mistake in it with a traceback
     from deploy import fabricfile
@@ -44,6 +50,17 @@ try:  # Fabric reads this file right after us, and would answer a mistake in it 
     fabricfile.check(ROOT / "fabric.yaml")
 except DeployError as error:
     raise Exit(str(error), code=error.code) from None
+
+
+def here(text: str) -> str:
+    """`text` with its hints as they can be typed: who comes by `make` has no `fab` on the PATH."""
+    if shutil.which("fab"):
+        return text
+    return re.sub(r"\bfab (?=[a-z])", f"{os.path.relpath(sys.argv[0])} ", text)
+
+
+if ITSELF:
+    parsing.speak(main.program, here)
 
 HELP = {
     "host": "a host of fabric.yaml or of the SSH configuration (default: localhost)",
@@ -80,42 +97,58 @@ HELP = {
     "last": "how many of the newest logged records count (default 50)",
     "plot": "write a picture to this PNG file",
     "clear": "take the reference of the name away",
-    "interval": "seconds between two refreshes (default 2)",
+    "interval": "with --watch, seconds between two refreshes (default 2)",
 }
+EVERYWHERE = {  # of tasks that show all there is, if nothing else is said
+    "host": "one host (default: localhost and every host of fabric.yaml)",
+    "name": "one name (default: every name)",
+    "run-id": "one run, like 0007-demo (default: the newest of each name, and all in progress)",
+}
+EVERY_NAME = {"name": EVERYWHERE["name"]}
 
 
-def menu(**flags: Any) -> Callable[[Callable[..., int | None]], Any]:
-    """A task of the menu: no short flags (`-h` would be `--host`), one sentence for an error, exit codes."""
+def menu(said: Mapping[str, str] | None = None, **flags: Any) -> Callable[[Callable[..., int | None]], Any]:
+    """A task of the menu: no short flags (`-h` would be `--host`), one sentence for an error, exit codes.
+
+    `said` is what HELP says of its flags, where that is not true of it.
+    """
 
     def wrap(body: Callable[..., int | None]) -> Any:
         @functools.wraps(body)
         def run(context: Context, *args: Any, **kwargs: Any) -> None:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-            kwargs["host"] = one_host(context, kwargs.get("host"))
-            if kwargs.get("debug"):
-                import logging
-
-                logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s", stream=sys.stderr)
-                logging.getLogger("paramiko").setLevel(logging.WARNING)
-            early.begin(kwargs["host"], ROOT, bool(kwargs.get("accept_new_host_key")))
+            code: int | None
             try:
+                if threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                kwargs["host"] = one_host(context, kwargs.get("host"))
+                if kwargs.get("debug"):
+                    import logging
+
+                    logging.basicConfig(
+                        level=logging.DEBUG, format="%(name)s: %(message)s", stream=sys.stderr
+                    )
+                    logging.getLogger("paramiko").setLevel(logging.WARNING)
+                early.begin(kwargs["host"], ROOT, bool(kwargs.get("accept_new_host_key")))
                 code = body(context, *args, **kwargs)
+                sys.stdout.flush()
             except DeployError as error:
                 raise Exit(here(str(error)), code=error.code) from None
             except KeyboardInterrupt:
                 text = here("interrupted; fab status shows what is in progress")
                 raise Exit(text, code=INTERRUPTED) from None
             except BrokenPipeError:  # | head: what only shows something has done enough
-                sys.stderr.close()
                 code = 1 if "dry_run" in body.__annotations__ else 0
+            except output.Unwritable as error:
+                raise Exit(str(output.sentence(error)), code=1) from None
+            finally:
+                if threading.current_thread() is threading.main_thread():
+                    ends_at_once()
             if code:
                 raise Exit(code=code)
 
         names = {key.replace("_", "-") for key in body.__annotations__}
-        return task(auto_shortflags=False, help={key: HELP[key] for key in HELP if key in names}, **flags)(
-            run
-        )
+        words = {key: text for key, text in {**HELP, **(said or {})}.items() if key in names}
+        return task(auto_shortflags=False, help=words, **flags)(run)
 
     return wrap
 
@@ -148,16 +181,11 @@ def waits(lock_wait: str) -> Any:
     return lock.Patience(whole("--lock-wait", lock_wait))
 
 
-def here(text: str) -> str:
-    """`text` with its hints as they can be typed: who comes by `make` has no `fab` on the PATH."""
-    if shutil.which("fab"):
-        return text
-    return re.sub(r"\bfab (?=[a-z])", f"{os.path.relpath(sys.argv[0])} ", text)
-
-
 def say(text: str) -> None:
     """Progress: beside the result, never in it."""
     print(here(text), file=sys.stderr, flush=True)
+    if output.broken(sys.stderr):
+        raise BrokenPipeError
 
 
 def show(value: Any) -> int:
@@ -577,7 +605,7 @@ def tail(
     return None if no_follow else code
 
 
-@menu()
+@menu(EVERYWHERE)
 def status(
     context: Context,
     host: str | None = None,
@@ -638,7 +666,7 @@ def status_once(goals: Any, name: str | None, run_id: str | None, verbose: bool,
     return int(any(answer.error for answer in found))
 
 
-@menu()
+@menu(EVERYWHERE)
 def watch(
     context: Context,
     host: str | None = None,
@@ -700,7 +728,7 @@ def compare(
     return None
 
 
-@menu()
+@menu({"name": "the name that gets the reference (default: the run's own)"})
 def reference(
     context: Context,
     of: str,
@@ -735,7 +763,7 @@ def reference(
     return None
 
 
-@menu()
+@menu(EVERY_NAME)
 def runs(
     context: Context,
     host: str | None = None,
@@ -878,7 +906,7 @@ def stacks(
 # -- keeping a host ----------------------------------------------------------------------------------------
 
 
-@menu()
+@menu(EVERY_NAME)
 def prune(
     context: Context,
     host: str | None = None,

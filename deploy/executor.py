@@ -7,8 +7,10 @@ each host's result is listed. fabric.yaml: ``tasks: {executor_class: deploy.exec
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -56,7 +58,7 @@ class Parallel(Executor):
         ends: dict[str, str] = {}
         codes: dict[str, int] = {}
         width = max(len(name) for name in names)
-        out, err = Prefixed(sys.stdout), Prefixed(sys.stderr)
+        out, err = Prefixed(sys.stdout), Prefixed(sys.stderr, quiet=True)
 
         def work(call: Any, name: str) -> None:
             for stream in (out, err):
@@ -74,6 +76,8 @@ class Parallel(Executor):
         threads = [
             threading.Thread(target=work, args=pair, daemon=True) for pair in zip(calls, names, strict=True)
         ]
+        if threading.current_thread() is threading.main_thread():  # the tasks, which are elsewhere, do not
+            signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
         stdout, stderr = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = out, err
         try:

@@ -7,11 +7,14 @@ overwritten with carriage returns (a progress bar) the last state is shown.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import threading
 import time
 from typing import Any, TextIO
+
+from deploy import output
 
 SETTLE = 1.0  # seconds after which an unfinished line that is left alone is shown as it is
 PROGRESS = 5.0  # seconds between two states of a progress bar
@@ -82,12 +85,14 @@ class Prefixed(io.TextIOBase):
     A thread without a prefix writes through. `buffer` takes bytes, as sys.stdout.buffer does.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, quiet: bool = False) -> None:
+        """`quiet`: a full disk is no error, for what is said beside the result."""
         self._stream = stream
+        self._quiet = quiet
         self._local = threading.local()
         self._lock = threading.Lock()
         self._over = False
-        self._broken = False  # nobody reads it any more: the first thread to notice tells the others
+        self._failure: OSError | None = None  # the first thread to notice tells the others
         self.buffer = _Bytes(self)
 
     def begin(self, prefix: str) -> None:
@@ -101,7 +106,15 @@ class Prefixed(io.TextIOBase):
 
     def give_up(self) -> None:
         """Nobody reads the stream any more: every thread that writes to it hears of that."""
-        self._broken = True
+        self._fail(BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)))
+
+    def _fail(self, error: OSError) -> None:
+        self._failure = self._failure or error
+
+    def _check(self) -> None:
+        """Raise BrokenPipeError or output.Unwritable if an earlier write failed."""
+        if self._failure is not None:
+            output.raise_for(self._failure)
 
     def silence(self) -> None:
         """What threads with a prefix still write goes nowhere."""
@@ -123,8 +136,7 @@ class Prefixed(io.TextIOBase):
 
     def flush(self) -> None:
         if hasattr(self._local, "prefix"):
-            if self._broken:
-                raise BrokenPipeError
+            self._check()
             self._put(self._local.lines.settled(time.monotonic()))
         else:
             with self._turn():
@@ -146,8 +158,7 @@ class Prefixed(io.TextIOBase):
         with self._turn():
             if self._over and hasattr(self._local, "prefix"):
                 return
-            if self._broken:
-                raise BrokenPipeError
+            self._check()
             try:
                 self._stream.flush()
                 descriptor = self._stream.fileno()
@@ -158,9 +169,10 @@ class Prefixed(io.TextIOBase):
             try:
                 while view:
                     view = view[os.write(descriptor, view) :]
-            except BrokenPipeError:
-                self.give_up()
-                raise
+            except OSError as error:
+                if not self._quiet or error.errno == errno.EPIPE:
+                    self._fail(error)
+                    self._check()
 
     def _encoded(self, text: str) -> bytes:
         return text.encode(self.encoding or "utf-8", "replace")
