@@ -9,13 +9,12 @@ Whether a value has changed since is decided on the host, which answers with nam
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy import typedpath
+from deploy import shellwords, typedpath
 from deploy.errors import USAGE, DeployError
 from deploy.settings import RunSettings, SecretSource
 from deploy.yamlfile import is_text
@@ -151,7 +150,7 @@ def _read(name: str, source: SecretSource, root: Path, environment: Mapping[str,
                 f"secret {name} needs the file {source.file}, which cannot be read "
                 f"({error.strerror}); correct secrets: in the run's file"
             ) from None
-    argv = shlex.split(source.command) if isinstance(source.command, str) else list(source.command or ())
+    argv = shellwords.split(source.command) if isinstance(source.command, str) else list(source.command or ())
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_TIMEOUT, cwd=root

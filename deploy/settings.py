@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import socket
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deploy import explain, fabricfile, flags, sizes, sshconfig, typedpath, yamlfile
+from deploy import explain, fabricfile, flags, shellwords, sizes, sshconfig, typedpath, yamlfile
 from deploy.errors import USAGE, DeployError, nearest
 from deploy.host import LOCAL_NAMES
 from deploy.yamlfile import YamlFile, dotted
@@ -88,11 +87,9 @@ class SecretSource(_Settings):
     @classmethod
     def _program(cls, value: list[str] | str | None) -> list[str] | str | None:
         try:
-            words = shlex.split(value) if isinstance(value, str) else value
+            words = shellwords.split(value) if isinstance(value, str) else value
         except ValueError as error:
-            raise ValueError(
-                f"has quotes that do not match ({str(error).lower()}); write it as a list"
-            ) from None
+            raise ValueError(f"is a text, but {error}") from None
         if words is not None and (not words or not words[0]):
             raise ValueError("must name a program, like [pass, show, wandb]")
         if any("\0" in word for word in words or ()):
@@ -227,11 +224,9 @@ class RunSettings(_Settings):
     def _argv(cls, value: Any) -> Any:
         if isinstance(value, str):
             try:
-                value = shlex.split(value)
+                value = shellwords.split(value)
             except ValueError as error:
-                raise ValueError(
-                    f"but its quotes do not match ({str(error).lower()}); write it as a list"
-                ) from None
+                raise ValueError(f"but {error}") from None
         if isinstance(value, list):
             value = [
                 str(word) if isinstance(word, int | float) and not isinstance(word, bool) else word

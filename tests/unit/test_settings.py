@@ -51,7 +51,14 @@ BAD_RUNS = {
     'command: [a]\nenvironment: {A: "\\ud800"}':
         "runs/demo.yaml:2 holds '\\ud800', which is half a character; correct the escape",
     """command: [a]\nsecrets: {A: {command: "'"}}""":
-        "runs/demo.yaml:2: secrets.A.command has quotes that do not match (no closing quotation); write it as a list",
+        "runs/demo.yaml:2: secrets.A.command is a text, but its quotes do not match (no closing quotation); write it as a "
+        "list",
+    'command: [a]\nsecrets: {A: {command: "cat ~/token"}}':
+        "runs/demo.yaml:2: secrets.A.command is a text, but no shell reads it, so ~ would not mean what it means there; "
+        'write [sh, -c, "cat ~/token"], or quote it if it is meant as it stands',
+    'description: x\ncommand: "prog | cat"':
+        "runs/demo.yaml:2: command is 'prog | cat', but no shell reads it, so | would not mean what it means there; "
+        'write [sh, -c, "prog | cat"], or quote it if it is meant as it stands',
     "command: [a]\nsecrets: {A: {command: ' '}}":
         "runs/demo.yaml:2: secrets.A.command must name a program, like [pass, show, wandb]",
     "trainer: {lr: .nan}": "runs/demo.yaml:1: trainer.lr is nan, but must be a number above 0",
