@@ -174,6 +174,20 @@ def one_process(pid: str | None, of_a_run: str | None) -> int | None:
     return None if pid is None else whole("--pid", pid)
 
 
+def one_run(name: str | None, run_id: str | None) -> None:
+    """--run-id beside --name must be a run of that name."""
+    from trainer import status
+
+    if name is None or run_id is None:
+        return
+    try:
+        of = status.split_run_id(run_id)[1]
+    except ValueError:
+        return  # whoever looks for it says that there is none
+    if of != name:
+        raise DeployError(f"--run-id {run_id} is a run of {of}, not of {name}; give one of them", code=USAGE)
+
+
 def waits(lock_wait: str) -> Any:
     """--lock-wait as one deadline, for planning and for the lock."""
     from deploy import lock
@@ -588,6 +602,7 @@ def tail(
     from deploy import actions, log_filter, overview, target
     from deploy import since as moments
 
+    one_run(name, run_id)
     past = None if lines is None else whole("--lines", lines)
     moment = None if since is None else moments.moment("--since", since, datetime.datetime.now())
     if past is None and moment is None:
@@ -613,7 +628,7 @@ def status(
     run_id: str | None = None,
     verbose: bool = False,
     watch: bool = False,
-    interval: str = "2",
+    interval: str | None = None,
     json: bool = False,
     accept_new_host_key: bool = False,
     debug: bool = False,
@@ -621,7 +636,13 @@ def status(
     """What every run does now, by the evidence, on every host of fabric.yaml."""
     from deploy import target
 
+    one_run(name, run_id)
     goals = target.several(host, ROOT, accept_new_host_key)
+    seconds = 2 if interval is None else whole("--interval", interval)
+    if not seconds:
+        raise DeployError("--interval 0 leaves no pause; give at least 1", code=USAGE)
+    if interval is not None and not watch:
+        raise DeployError("--interval is for --watch; add it, or leave --interval out", code=USAGE)
     if watch and json:
         raise DeployError(
             "--watch and --json exclude each other: call status --json as often as you like", code=USAGE
@@ -630,8 +651,7 @@ def status(
         from deploy import refresh
         from deploy import show as text
 
-        seconds = whole("--interval", interval)
-        shown = (max(seconds, 1), verbose, text.colour(), sys.stdout, here)
+        shown = (seconds, verbose, text.colour(), sys.stdout, here)
         until_interrupted(lambda: refresh.status(goals, name, run_id, *shown))
     return status_once(goals, name, run_id, verbose, json)
 
@@ -678,6 +698,7 @@ def watch(
     """A live screen of what runs: curves, memory, verdict, last lines."""
     from deploy import target, watching
 
+    one_run(name, run_id)
     watching.check(sys.stdout)
     goals = target.several(host, ROOT, accept_new_host_key)
     until_interrupted(lambda: watching.watch(goals, name, run_id, sys.stdout, here))
@@ -831,6 +852,7 @@ def pull(
     """Bring a checkpoint, events, a log or a whole run here."""
     from deploy import actions, target
 
+    one_run(name, run_id)
     goal = target.one(host, ROOT, accept_new_host_key)
     name = actions.name_of(goal, run, name, run_id)
     print(actions.pull(goal, name, run_id, what, Path(out), say))
@@ -854,21 +876,22 @@ def peek(
     from deploy import actions, target
     from deploy import peek as peeking
 
+    one_run(name, run_id)
     number = one_process(pid, run or name or run_id)
     goal = target.one(host, ROOT, accept_new_host_key)
     if number is None:
         named = actions.name_of(goal, run, name, run_id)
-        pids = peeking.pids(goal.facts(), goal.settings.name, named, run_id)
+        pids, tty = peeking.pids(goal.facts(), goal.settings.name, named, run_id)
     else:
-        pids = [number]
-    found = peeking.look(goal.host, pids)
-    peeking.check(goal.settings.name, found, number)
+        pids, tty = [number], False
+    found = peeking.look(goal.host, pids, number is None)
+    peeking.check(goal.settings.name, found, number, tty)
     told = peeking.flush(goal.host, found) if flush else []
     if json:
         answers = [{"pid": one, "said": words, "done": done} for one, words, done in told]
         show({"processes": [peeking.to_json(one) for one in found], "flush": answers if flush else None})
     else:
-        print(here(peeking.text(found)), flush=True)
+        print(here(peeking.text(found, tty)), flush=True)
         for _, words, _ in told:
             say(words)
         if flush and not told:
@@ -892,6 +915,7 @@ def stacks(
     from deploy import actions, target
     from deploy import stacks as stack
 
+    one_run(name, run_id)
     number = one_process(pid, run or name or run_id)
     goal = target.one(host, ROOT, accept_new_host_key)
     if number is None:

@@ -21,8 +21,9 @@ ENDS = "cm"  # ... and those after which the options are the program's
 MOST_LINES = 40  # of one stream on a terminal; --json has all
 
 
-def pids(facts: Mapping[str, Any], host: str, name: str, run_id: str | None) -> list[int]:
-    """The processes of the newest run of `name`, or of one run. Raises DeployError if none is left."""
+def pids(facts: Mapping[str, Any], host: str, name: str, run_id: str | None) -> tuple[list[int], bool]:
+    """The processes of the newest run of `name`, or of one run, and whether the run has a terminal of its own
+    (tty: true). Raises DeployError if no process is left."""
     path = overview.run_path(facts, host, name, run_id)
     run = next(one for one in facts["runs"] if one["path"] == path)
     found = [process["pid"] for process in run["processes"] if process["state"] != "Z"]
@@ -31,17 +32,17 @@ def pids(facts: Mapping[str, Any], host: str, name: str, run_id: str | None) -> 
             f"{run['run_id']} has no process on {host} any more, so nothing is held back; "
             f"fab tail --run-id {run['run_id']} shows what it wrote"
         )
-    return found
+    return found, bool((run["run"] or {}).get("tty"))
 
 
-def look(host: Host, processes: Sequence[int]) -> list[dict[str, Any]]:
+def look(host: Host, processes: Sequence[int], of_run: bool) -> list[dict[str, Any]]:
     """What each process holds back: see `deploy.peek_host.look`."""
-    found: list[dict[str, Any]] = onhost.ask(host, "deploy.peek_host:look", list(processes))
+    found: list[dict[str, Any]] = onhost.ask(host, "deploy.peek_host:look", list(processes), of_run)
     return found
 
 
-def check(host: str, found: Sequence[Mapping[str, Any]], pid: int | None) -> None:
-    """Raise DeployError if nothing at all could be read, with every reason."""
+def check(host: str, found: Sequence[Mapping[str, Any]], pid: int | None, tty: bool = False) -> None:
+    """Raise DeployError if nothing at all could be read, with every reason. `tty`: see `pids`."""
     if any(one["refused"] is None for one in found):
         return
     if pid is not None:
@@ -50,11 +51,24 @@ def check(host: str, found: Sequence[Mapping[str, Any]], pid: int | None) -> Non
         f"process {one['pid']} ({_program(one)}): {one['refused']}" for one in found if one["python"] is None
     ]
     if not refused:
+        which = ", ".join(sorted({_program(one) for one in found})[:3])
         raise DeployError(
-            f"no process of this run on {host} is a Python; what a C program holds back cannot be read, but "
-            "tty: true in the run's file makes it write every line"
+            f"no process of this run on {host} is a Python{f' ({which})' if which else ''}: {unread(tty)}"
         )
     raise DeployError("\n".join(refused))
+
+
+def unread(tty: bool) -> str:
+    """Why a program that is no Python may be silent, and what to do about it."""
+    if tty:
+        return (
+            "what other programs hold back cannot be read; tty: true is set, so what prints through C's library "
+            "writes each line, and what stays silent buffers for itself or has printed nothing"
+        )
+    return (
+        "what other programs hold back cannot be read; into a pipe C's library writes in blocks of 4 KiB, "
+        "and tty: true in the run's file makes it write each line"
+    )
 
 
 def flush(host: Host, found: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, bool]]:
@@ -86,15 +100,13 @@ def flush(host: Host, found: Sequence[Mapping[str, Any]]) -> list[tuple[int, str
 # -- words -------------------------------------------------------------------------------------------------
 
 
-def text(found: Sequence[Mapping[str, Any]]) -> str:
+def text(found: Sequence[Mapping[str, Any]], tty: bool = False) -> str:
     """The answer for people, safe for a terminal. Processes that are no Python are only counted."""
     shown = [one for one in found if one["python"] is not False]
     lines = [line for one in shown for line in _process(one)]
     others = len(found) - len(shown)
     if others:
-        lines.append(
-            f"{plural(others, 'process')} that is no Python" if others == 1 else f"{others} are no Python"
-        )
+        lines.append(f"{plural(others, 'process')} of other programs: {unread(tty)}")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import os
 import pwd
+import re
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -16,18 +17,19 @@ from deploy import procfs
 from deploy.peek_memory import Memory, Unreadable
 from deploy.peek_python import NotPython, Python, Unknown
 
+CAP_SYS_PTRACE = 19
 SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
 
 
-def look(pids: Iterable[int]) -> list[dict[str, Any]]:
-    """One object per process, in that order:
+def look(pids: Iterable[int], of_run: bool = False) -> list[dict[str, Any]]:
+    """One object per process, in that order; `of_run` leaves out launch and its guard, which are ours:
 
     {pid nspid command [words] version: "3.11.7" or null, variables {PYTHON*: value}, waits: its wait channel,
     streams: see `peek_python.Python.streams`, with `leads_to` (what the descriptor is open to) and `held` in
     base64; confirmed, refused: null or a sentence that begins with a small letter, python: whether it is one
     (null: unknown), seconds}
     """
-    return [one(pid) for pid in pids]
+    return [one(pid) for pid in pids if not (of_run and procfs.is_launch(pid))]
 
 
 def one(pid: int) -> dict[str, Any]:
@@ -66,9 +68,11 @@ def streams(pid: int, found: dict[str, Any]) -> None:
         raise Unknown("there is no such process")
     if before["state"] in ("Z", "X"):
         raise Unknown("it has ended already, and its parent has not asked how (a zombie)")
+    if procfs.is_kernel(procfs.read(pid, "stat")):
+        raise NotPython("it is a thread of the kernel, which prints nothing")
     with Memory(pid) as memory:
         if not memory.mappings:
-            raise NotPython("it has no memory of its own: a part of the kernel, or ending")
+            raise NotPython("it has no memory any more: it is ending")
         python = Python(memory)
         kept, found["confirmed"] = python.streams()
     now = procfs.stat(pid)
@@ -112,26 +116,51 @@ def refusal(pid: int, error: OSError) -> str:
         return f"its memory cannot be read: {error.strerror}"
     try:
         owner = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        owner = -1
+    return denied(owner, os.getuid(), ptrace_scope(), may_trace(procfs.read(os.getpid(), "status")))
+
+
+def ptrace_scope() -> int:
+    """Yama's restriction; 0 without Yama."""
+    try:
         with open(SCOPE, encoding="ascii") as file:
-            scope = int(file.read())
-    except FileNotFoundError:
-        scope = 0
+            return int(file.read())
     except (OSError, ValueError):
-        owner, scope = -1, 0
-    return denied(owner, os.getuid(), scope)
+        return 0
 
 
-def denied(owner: int, user: int, scope: int) -> str:
-    """The sentence for `user`, whom the kernel does not let read a process of `owner`; scope: Yama's."""
+def may_trace(status: bytes) -> bool:
+    """Whether a text of /proc/<pid>/status has CAP_SYS_PTRACE among its effective capabilities."""
+    found = re.search(rb"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return bool(found and int(found[1], 16) >> CAP_SYS_PTRACE & 1)
+
+
+def denied(owner: int, user: int, scope: int, traces: bool) -> str:
+    """The sentence for `user`, whom the kernel does not let read a process of `owner`.
+
+    `scope` is Yama's, `traces` whether the user has CAP_SYS_PTRACE.
+    """
     if user == 0:
+        if not traces:
+            return (
+                "root has no CAP_SYS_PTRACE here, as in most containers; ask from the machine itself, or "
+                "give the container that capability"
+            )
+        if scope >= 3:
+            return (
+                f"the kernel lets nobody read it (kernel.yama.ptrace_scope is {scope}, which only a reboot "
+                "takes away); set it lower at boot"
+            )
         return (
-            "root may not read it here: this login is in a container without CAP_SYS_PTRACE, or the kernel "
-            "forbids it (ptrace_scope 3, lockdown); ask from the machine itself"
+            "root has CAP_SYS_PTRACE here, but not over that process: it lies in a user namespace outside "
+            "this one, or a security module (Landlock, AppArmor, SELinux) guards it; ask from the machine "
+            "itself"
         )
     if owner != user:
-        return (
-            f"it belongs to {name_of(owner)}, and we are {name_of(user)}; ask as {name_of(owner)} or as root"
-        )
+        whom = name_of(owner)
+        ask = "root" if whom == "root" else f"{whom} or as root"
+        return f"it belongs to {whom}, and we are {name_of(user)}; ask as {ask}"
     if scope:
         return (
             f"the kernel lets only its parent or root read it (kernel.yama.ptrace_scope is {scope}); ask as "

@@ -17,6 +17,7 @@ from trainer import status
 GROUPS = "/sys/fs/cgroup"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICK = os.sysconf("SC_CLK_TCK")
+PF_KTHREAD = 0x00200000  # among the flags in /proc/<pid>/stat
 RANKS = (b"WORLD_SIZE", b"RANK", b"LOCAL_WORLD_SIZE", b"LOCAL_RANK")  # as torchrun and its like give them
 
 
@@ -57,6 +58,18 @@ def parse(pid: int, text: str) -> dict[str, Any] | None:
 def stat(pid: int) -> dict[str, Any] | None:
     """The same of a process here; None if it is gone."""
     return parse(pid, read(pid, "stat").decode("utf-8", "replace"))
+
+
+def is_kernel(text: bytes) -> bool:
+    """Whether a text of /proc/<pid>/stat is that of a thread of the kernel, without memory of its own."""
+    fields = text.rpartition(b")")[2].split()
+    return len(fields) > 6 and fields[6].isdigit() and bool(int(fields[6]) & PF_KTHREAD)
+
+
+def is_launch(pid: int) -> bool:
+    """Whether a process is launch itself, its guard, or the init before it: they say nothing of the run."""
+    words = read(pid, "cmdline").split(b"\0")
+    return b"trainer.launch" in words or read(pid, "comm").strip() == b"launch-guard"
 
 
 def processes() -> dict[int, dict[str, Any]]:

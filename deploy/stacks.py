@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deploy import lock, mask, onhost, overview
-from deploy.errors import USAGE, DeployError
+from deploy.errors import DeployError
 from deploy.health import cut, plural
 from deploy.host import Host
 
@@ -74,10 +74,15 @@ def check(told: Mapping[str, Any], pid: int | None) -> None:
     host = told["host"]
     python = [one for one in processes if one["python"]]
     if not python:
+        if pid is not None and processes[0]["kernel"]:
+            raise DeployError(
+                f"process {pid} on {host} is a thread of the kernel, so it has no Python stacks; "
+                f"cat /proc/{pid}/stack shows root where it is"
+            )
         if pid is not None:
             who = f"process {pid} on {host} ({_command(processes[0])})"
             raise DeployError(
-                f"{who} runs no Python, so it has no Python stacks; gdb -p {pid} shows those of C", code=USAGE
+                f"{who} runs no Python, so it has no Python stacks; gdb -p {pid} shows those of C"
             )
         what = ", ".join(sorted({_command(one, 40) for one in processes})[:3])
         raise DeployError(f"no process of {told['run_id']} on {host} runs Python ({what})")
@@ -225,7 +230,7 @@ def text(told: Mapping[str, Any]) -> str:
     """The answer for people, safe for a terminal: whatever a process is called, it is one line."""
     processes = order(told["processes"])
     by = sorted({one["by"] for one in processes if one["by"]})
-    what = f"{told['run_id']} on {told['host']}" if told["run_id"] else f"on {told['host']}"
+    what = f"{told['run_id'] or _names(processes)} on {told['host']}"
     lines = [
         f"{what}: {plural(len(processes), 'process')}, stacks by {' and '.join(by)}, innermost call first"
     ]
@@ -299,7 +304,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def _command(one: Process, length: int = 60) -> str:
-    return cut(" ".join(mask.words(one["command"])), length)
+    return cut(" ".join(mask.words(one["command"])), length) or "?"
 
 
 def _where(frame: Frame | None) -> str:

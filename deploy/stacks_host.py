@@ -6,7 +6,8 @@ nothing else is ever sent to a process.
 
 The answer: ``{"tool", "processes", "gone", "asked"}``: py-spy's path or None; the processes; the ranks that
 are not running any more; and what launch did, None if it was not asked. A process is ``{"pid", "nspid",
-"rank", "command", "state", "python", "cpu", "by", "why", "threads"}``: ``command`` is a list, ``cpu`` the
+"rank", "command", "state", "python", "kernel", "cpu", "by", "why", "threads"}``: ``command`` is a list,
+``kernel`` whether it is a thread of the kernel, ``cpu`` the
 share of one CPU that its main thread used meanwhile, ``by`` says where its stacks come from, ``why`` why
 py-spy has none, and ``threads`` are as in `deploy.stacks_parse`.
 """
@@ -48,7 +49,7 @@ def of_run(run_path: str, first: int, by: str) -> dict[str, Any]:
     launch, written = run.launch(), run.run()
     table = procfs.processes()
     top = procfs.holding(str(run.lock), table) or first
-    own = [pid for pid in procfs.of_run(top, 0, table) if pid != top and not _ours(pid)]
+    own = [pid for pid in procfs.of_run(top, 0, table) if pid != top and not procfs.is_launch(pid)]
     if not own:
         who = "has no process of its own at the moment" if top else "belongs to another user of the host"
         raise DeployError(f"{run.path.name} {who}, so no stack can be read; fab status says more")
@@ -76,12 +77,6 @@ def of_process(pid: int, host: str) -> dict[str, Any]:
         raise DeployError(f"there is no process {pid} on {host}")
     tool = find_tool([])
     return {"tool": tool, "processes": look([pid], tool, {}), "gone": [], "asked": None}
-
-
-def _ours(pid: int) -> bool:
-    """Whether it is launch itself, its guard, or the init before it: their stacks say nothing of the run."""
-    words = procfs.read(pid, "cmdline").split(b"\0")
-    return b"trainer.launch" in words or procfs.read(pid, "comm").strip() == b"launch-guard"
 
 
 def find_tool(more: list[str]) -> str | None:
@@ -119,6 +114,7 @@ def process(pid: int, tool: str | None, ranks: Mapping[int, int]) -> dict[str, A
         "command": [word.decode("utf-8", "replace") for word in words],
         "state": seen["state"] if seen else "X",
         "python": python,
+        "kernel": procfs.is_kernel(procfs.read(pid, "stat")),
         "cpu": None,
         "by": "py-spy" if threads else None,
         "why": why,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
+import json
 import os
 import re
 import signal
@@ -287,3 +288,30 @@ def test_peek_shows_what_a_run_holds_back_and_why(fab):
     assert (done.returncode, done.stdout) == (1, "")
     assert "has no process on localhost any more" in done.stderr
     assert fab.run("peek", "--pid", "1", "--name", "demo").returncode == 2
+    assert fab.run("peek", "--run-id", "0001-demo", "--name", "other").returncode == 2
+
+
+@pytest.mark.slow
+def test_a_run_of_another_program_is_told_of_tty_and_launch_is_not_listed(fab):
+    fab.file("command: [sleep, 1000]\ngrace_seconds: 1\n")
+    fab.ok("deploy", "--no-follow")
+    done = fab.run("peek")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("no process of this run on localhost is a Python (sleep 1000): what ")
+    assert done.stderr.endswith("tty: true in the run's file makes it write each line\n")
+    program = "print(1); import time; time.sleep(1000)"
+    fab.file(f'command: [sh, -c, "sleep 1000 & exec python -I -c \'{program}\'"]\n')
+    fab.ok("restart", "--no-follow")
+    until(lambda: "│ 1" in fab.run("peek").stdout)
+    lines = fab.ok("peek").splitlines()
+    assert [line.split("  ")[1] for line in lines if line[0].isdigit() and "  " in line] == [
+        f"python -I -c {program}"
+    ]
+    assert lines[-1].startswith("1 process of other programs: ")
+    (pid,) = [one["pid"] for one in json.loads(fab.ok("peek", "--json"))["processes"] if one["python"]]
+    for task in ("peek", "stacks"):
+        sleeping = [p for p in procfs.processes() if procfs.read(p, "cmdline") == b"sleep\x001000\0"]
+        other = next(p for p in sleeping if procfs.run_of(p) == procfs.run_of(pid))
+        done = fab.run(task, "--pid", str(other))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "Python" in done.stderr

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from deploy import peek, peek_host
+from deploy import peek, peek_host, procfs
 from deploy.errors import DeployError
 
 
@@ -104,14 +104,20 @@ def test_a_stream_of_the_programs_own_and_other_processes_are_named_not_read():
     shell = process(python=False, refused="it is no Python", version=None)
     text = peek.text([process(own), shell])
     assert "sys.stdout is a Tee of the program's own: not read" in text
-    assert "no Python" in text
+    assert "\n1 process of other programs: what other programs hold back cannot be read; into a pipe" in text
+    assert text.endswith("tty: true in the run's file makes it write each line")
+    assert "tty: true is set" in peek.text([process(own), shell], tty=True)
 
 
 def test_nothing_readable_is_an_error_with_its_reasons():
     shell = process(python=False, refused="it is no Python", version=None)
     locked = process(python=None, refused="it belongs to ada", version=None)
-    with pytest.raises(DeployError, match="no process of this run on gpu is a Python"):
+    with pytest.raises(
+        DeployError, match=r"no process of this run on gpu is a Python \(.*; .* tty: true in "
+    ):
         peek.check("gpu", [shell], None)
+    with pytest.raises(DeployError, match="tty: true is set, so"):
+        peek.check("gpu", [shell], None, tty=True)
     with pytest.raises(DeployError, match="it belongs to ada"):
         peek.check("gpu", [shell, locked], None)
     with pytest.raises(DeployError, match="process 7 on gpu cannot be read: it is no Python"):
@@ -120,21 +126,46 @@ def test_nothing_readable_is_an_error_with_its_reasons():
 
 
 def test_a_run_without_processes_holds_nothing():
-    run = {"run_id": "0001-demo", "name": "demo", "path": "/r/0001-demo", "processes": []}
+    run = {
+        "run_id": "0001-demo",
+        "name": "demo",
+        "path": "/r/0001-demo",
+        "processes": [],
+        "run": {"tty": True},
+    }
     with pytest.raises(DeployError, match="fab tail --run-id 0001-demo"):
         peek.pids({"runs": [run]}, "gpu", "demo", None)
     alive = {**run, "processes": [{"pid": 4, "state": "S"}, {"pid": 5, "state": "Z"}]}
-    assert peek.pids({"runs": [alive]}, "gpu", "demo", None) == [4]
+    assert peek.pids({"runs": [alive]}, "gpu", "demo", None) == ([4], True)
 
 
 @pytest.mark.parametrize(
-    ("owner", "user", "scope", "says"),
+    ("owner", "user", "scope", "traces", "says"),
     [
-        (0, 0, 1, "container without CAP_SYS_PTRACE"),
-        (0, 1000, 1, "belongs to root"),
-        (1000, 1000, 1, "ptrace_scope is 1"),
-        (1000, 1000, 0, "hides its memory"),
+        (0, 0, 1, False, "root has no CAP_SYS_PTRACE here, as in most containers; ask from the machine itself, "),
+        (0, 0, 3, True, "the kernel lets nobody read it (kernel.yama.ptrace_scope is 3, "),
+        (0, 0, 1, True, "root has CAP_SYS_PTRACE here, but not over that process: "),
+        (0, 65534, 1, False, "it belongs to root, and we are nobody; ask as root"),
+        (65534, 1000, 1, False, "it belongs to nobody, and we are "),
+        (1000, 1000, 1, False, "the kernel lets only its parent or root read it (kernel.yama.ptrace_scope is 1)"),
+        (1000, 1000, 0, False, "it has rights of its own or hides its memory"),
     ],
-)
-def test_who_may_not_read_a_process_is_told_who_may(owner, user, scope, says):
-    assert says in peek_host.denied(owner, user, scope)
+)  # fmt: skip
+def test_who_may_not_read_a_process_is_told_who_may(owner, user, scope, traces, says):
+    said = peek_host.denied(owner, user, scope, traces)
+    assert said.startswith(says)
+    assert (said.endswith("ask as root")) == (says.endswith("ask as root")) or owner == user
+    assert "as root or as root" not in said
+
+
+def test_whether_we_may_trace_is_read_not_guessed():
+    assert peek_host.may_trace(b"Name:\tx\nCapEff:\t0000000000080000\nCapBnd:\t0\n")
+    assert not peek_host.may_trace(b"CapEff:\t00000000a80425fb\nCapBnd:\t0000000000080000\n")
+    assert not peek_host.may_trace(b"")
+
+
+def test_threads_of_the_kernel_are_told_by_their_flags():
+    line = b"2 (k (thr) ead) S 0 0 0 0 -1 2129984 0 0 0 0 0 5 0 0 20 0 1 0 31 0 0"
+    assert procfs.is_kernel(line)
+    assert not procfs.is_kernel(line.replace(b"2129984", b"4194304"))
+    assert not procfs.is_kernel(b"")

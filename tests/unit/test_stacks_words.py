@@ -52,7 +52,7 @@ def thread(*calls: str, main: bool = True, name: str = "") -> dict[str, Any]:
 
 def process(pid: int, *threads: dict[str, Any], rank: int | None = None, **more: Any) -> dict[str, Any]:
     base = {"pid": pid, "nspid": pid, "rank": rank, "command": ["python", "train.py"], "state": "S",
-            "python": True, "cpu": 0.0, "by": "py-spy" if threads else None, "why": ""}  # fmt: skip
+            "python": True, "kernel": False, "cpu": 0.0, "by": "py-spy" if threads else None, "why": ""}  # fmt: skip
     return {**base, "threads": list(threads), **more}
 
 
@@ -287,7 +287,15 @@ def test_what_cannot_be_had_is_one_sentence_with_the_remedy(answer: dict, senten
 def test_a_process_without_python_is_refused_by_its_number() -> None:
     with pytest.raises(DeployError, match=r"process 9 on box \(sh\) runs no Python.*gdb -p 9") as failed:
         stacks.check(told(process(9, python=False, command=["sh"]), run_id=None), 9)
-    assert failed.value.code == 2
+    assert failed.value.code == 1
+    kernel = process(2, python=False, command=[""], kernel=True)
+    with pytest.raises(DeployError, match=r"^process 2 on box is a thread of the kernel, .* /proc/2/stack "):
+        stacks.check(told(kernel, run_id=None), 2)
+
+
+def test_what_is_said_of_one_process_begins_with_it() -> None:
+    line = stacks.text(told(process(9, thread(*WAIT)), run_id=None)).split("\n")[0]
+    assert line == "pid 9 (python train.py) on box: 1 process, stacks by py-spy, innermost call first"
 
 
 def test_the_run_in_progress_is_meant_and_one_that_is_over_says_how_it_ended() -> None:
