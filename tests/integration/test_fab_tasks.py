@@ -394,6 +394,10 @@ BAD = [
     (2, ["deploy", "--lock-wait", 400 * "9"], "--lock-wait is 999999999…, but must have at most 9 digits"),
     (2, ["tail", "--lines", "few"], "--lines few must be a whole number, like --lines 60"),
     (2, ["stop", "--name", "dem"], "there is no dem on localhost; did you mean demo?"),
+    (2, ["status", "--interval", "5"], "--interval is for --watch; add it, or leave --interval out"),
+    (2, ["status", "--watch", "--interval", "0"], "--interval 0 leaves no pause; give at least 1"),
+    (2, ["tail", "--run-id", "0001-demo", "--name", "idle"],
+     "--run-id 0001-demo is a run of demo, not of idle; give one of them"),
     (2, ["-H", "a,b", "deploy", "--host", "z"],
      "-H a,b and --host z both name hosts: use --host for one, or -H for several"),
 ]  # fmt: skip

@@ -52,7 +52,8 @@ def thread(*calls: str, main: bool = True, name: str = "") -> dict[str, Any]:
 
 def process(pid: int, *threads: dict[str, Any], rank: int | None = None, **more: Any) -> dict[str, Any]:
     base = {"pid": pid, "nspid": pid, "rank": rank, "command": ["python", "train.py"], "state": "S",
-            "python": True, "kernel": False, "cpu": 0.0, "by": "py-spy" if threads else None, "why": ""}  # fmt: skip
+            "python": True, "kernel": False, "cpu": 0.0, "by": "py-spy" if threads else None,
+            "why": ""}  # fmt: skip
     return {**base, "threads": list(threads), **more}
 
 
