@@ -62,8 +62,8 @@ def unread(tty: bool) -> str:
     """Why a program that is no Python may be silent, and what to do about it."""
     if tty:
         return (
-            "what other programs hold back cannot be read; tty: true is set, so C's library writes each line, "
-            "and what stays silent buffers for itself or has printed nothing"
+            "what other programs hold back cannot be read; tty: true is set, so C's library writes each "
+            "line, and what stays silent buffers for itself or has printed nothing"
         )
     return (
         "what other programs hold back cannot be read; into a pipe C's library writes in blocks of 4 KiB, "

@@ -205,7 +205,6 @@ def describe(process: dict[str, Any], booted: float | None) -> dict[str, Any]:
     arguments = read(pid, "cmdline").split(b"\0")[:-1]
     variables = dict(item.partition(b"=")[::2] for item in read(pid, "environ").split(b"\0") if item)
     unbuffered = variables.get(b"PYTHONUNBUFFERED")
-    told = {name.decode(): variables[name] for name in RANKS if name in variables}
     stdout = link(pid, "fd/1")
     return {
         "pid": pid,
@@ -225,8 +224,17 @@ def describe(process: dict[str, Any], booted: float | None) -> dict[str, Any]:
         "ended": process["ended"],
         "stdout": stdout,
         "unbuffered": None if unbuffered is None else unbuffered.decode("utf-8", "replace"),
-        "ranks": {name: int(value) for name, value in told.items() if value.isdigit()},
+        "ranks": _ranks(variables),
     }
+
+
+def ranks(pid: int) -> dict[str, int]:
+    """The numbers that a launcher has given a process: those of RANKS that are in its environment."""
+    return _ranks(dict(item.partition(b"=")[::2] for item in read(pid, "environ").split(b"\0") if item))
+
+
+def _ranks(variables: dict[bytes, bytes]) -> dict[str, int]:
+    return {name.decode(): int(variables[name]) for name in RANKS if variables.get(name, b"").isdigit()}
 
 
 def io(pid: int) -> list[int] | None:

@@ -97,7 +97,7 @@ def lacking(told: Mapping[str, Any], one: Process) -> str:
         return f"halted by a signal (kill -CONT {one['pid']} lets it go on)"
     if told["tool"] is None:
         why = "py-spy is not there"
-        if told["run_id"] and one["rank"] is None:
+        if told["run_id"] and not one["beats"]:
             why += ", and only trainers that send heartbeats can be asked through launch"
         return f"{why}; pipx install py-spy on {told['host']}, or put it beside the run's Python"
     if "ermission" in one["why"]:
@@ -159,8 +159,18 @@ def summary(told: Mapping[str, Any]) -> str:
     if not speaking:
         return ""
     mute = [f"no stack of {_names([one])}" for one in meant if not _innermost(one)]
-    gone = [f"rank {rank} is not running" for rank in told["gone"]]
-    return "; ".join([_majority(speaking, len(meant) + len(gone), bool(ranked)), *mute[:4], *gone])
+    total = len(meant) + len(told["gone"]) + len(told["absent"])
+    gone = [
+        f"{_some_ranks(which)} not running{where}"
+        for which, where in ((told["gone"], ""), (told["absent"], f" on {told['host']}"))
+        if which
+    ]
+    return "; ".join([_majority(speaking, total, bool(ranked)), *mute[:4], *gone])
+
+
+def _some_ranks(which: Sequence[int]) -> str:
+    """``rank 2 is``, ``ranks 2, 5-7 are``."""
+    return f"rank {which[0]} is" if len(which) == 1 else f"ranks {_spans(which)} are"
 
 
 def _majority(speaking: Sequence[Process], total: int, ranked: bool) -> str:

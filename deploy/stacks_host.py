@@ -4,12 +4,13 @@ py-spy reads them from a process's memory without stopping it (``--nonblocking``
 What it cannot have is asked of launch, which signals those ranks that have a handler (`trainer.asked`);
 nothing else is ever sent to a process.
 
-The answer: ``{"tool", "processes", "gone", "asked"}``: py-spy's path or None; the processes; the ranks that
-are not running any more; and what launch did, None if it was not asked. A process is ``{"pid", "nspid",
-"rank", "command", "state", "python", "kernel", "cpu", "by", "why", "threads"}``: ``command`` is a list,
-``kernel`` whether it is a thread of the kernel, ``cpu`` the
-share of one CPU that its main thread used meanwhile, ``by`` says where its stacks come from, ``why`` why
-py-spy has none, and ``threads`` are as in `deploy.stacks_parse`.
+The answer: ``{"tool", "processes", "gone", "absent", "asked"}``: py-spy's path or None; the processes; the
+ranks that are not running any more; those that are not here, but perhaps on another host; and what launch
+did, None if it was not asked. A process is ``{"pid", "nspid", "rank", "beats", "command", "state", "python",
+"kernel", "cpu", "by", "why", "threads"}``: ``beats`` whether it sends heartbeats (else its rank is from its
+environment), ``command`` is a list, ``kernel`` whether it is a thread of the kernel, ``cpu`` the share of one
+CPU that its main thread used meanwhile, ``by`` says where its stacks come from, ``why`` why py-spy has none,
+and ``threads`` are as in `deploy.stacks_parse`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from deploy import machine, procfs, segments, stacks_parse
+from deploy import machine, procfs, segments, stacks_parse, stacks_ranks
 from deploy.errors import DeployError
 from trainer import status
 
@@ -63,8 +64,21 @@ def of_run(run_path: str, first: int, by: str) -> dict[str, Any]:
     if lacking:
         asked = ask_launch(run, by, lacking, len(ranks))
     there = {one["nspid"] for one in found}
-    gone = sorted(rank for number, rank in ranks.items() if number not in there)
-    return {"tool": tool, "processes": found, "gone": gone, "asked": asked}
+    gone, absent = sorted(rank for number, rank in ranks.items() if number not in there), []
+    if not ranks:
+        gone, absent = number_by_environment(found, {pid: item["ppid"] for pid, item in table.items()})
+    return {"tool": tool, "processes": found, "gone": gone, "absent": absent, "asked": asked}
+
+
+def number_by_environment(
+    found: list[dict[str, Any]], parents: dict[int, int]
+) -> tuple[list[int], list[int]]:
+    """Give the ranks of a command without heartbeats their numbers; which have ended, which are not here."""
+    told = {one["pid"]: procfs.ranks(one["pid"]) for one in found if one["python"]}
+    ranks = stacks_ranks.find(told, parents)
+    for one in found:
+        one["rank"] = ranks.get(one["pid"])
+    return stacks_ranks.lacking(told, ranks)
 
 
 def of_process(pid: int, host: str) -> dict[str, Any]:
@@ -76,7 +90,7 @@ def of_process(pid: int, host: str) -> dict[str, Any]:
     if process is None or process["state"] in "ZX":
         raise DeployError(f"there is no process {pid} on {host}")
     tool = find_tool([])
-    return {"tool": tool, "processes": look([pid], tool, {}), "gone": [], "asked": None}
+    return {"tool": tool, "processes": look([pid], tool, {}), "gone": [], "absent": [], "asked": None}
 
 
 def find_tool(more: list[str]) -> str | None:
@@ -111,6 +125,7 @@ def process(pid: int, tool: str | None, ranks: Mapping[int, int]) -> dict[str, A
         "pid": pid,
         "nspid": nspid,
         "rank": ranks.get(nspid),
+        "beats": nspid in ranks,
         "command": [word.decode("utf-8", "replace") for word in words],
         "state": seen["state"] if seen else "X",
         "python": python,

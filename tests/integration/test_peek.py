@@ -300,7 +300,7 @@ def test_a_run_of_another_program_is_told_of_tty_and_launch_is_not_listed(fab):
     assert done.stderr.startswith("no process of this run on localhost is a Python (sleep 1000): what ")
     assert done.stderr.endswith("tty: true in the run's file makes it write each line\n")
     program = "print(1); import time; time.sleep(1000)"
-    fab.file(f'command: [sh, -c, "sleep 1000 & exec python -I -c \'{program}\'"]\n')
+    fab.file(f"command: [sh, -c, \"sleep 1000 & exec python -I -c '{program}'\"]\n")
     fab.ok("restart", "--no-follow")
     until(lambda: "│ 1" in fab.run("peek").stdout)
     lines = fab.ok("peek").splitlines()

@@ -127,6 +127,33 @@ def test_a_rank_without_a_handler_is_left_alone_and_the_remedy_is_said(
         assert not any(gone(beat.pid) for beat in run.directory.heartbeats().values())
 
 
+LAUNCHER = """
+import os, subprocess, sys, threading, time
+if "RANK" in os.environ:
+    print("waiting", flush=True)
+    threading.Event().wait()
+size = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+argv = [sys.executable, *sys.argv]
+for rank in range(3):
+    subprocess.Popen(argv, env={**os.environ, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+time.sleep(600)
+"""
+
+
+def test_the_ranks_of_a_command_without_heartbeats_are_known_by_their_environment(tmp_path: Path) -> None:
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    with launched(tmp_path, [sys.executable, str(tmp_path / "launcher.py")]) as run:
+        wait_for(lambda: run.log.count(b"waiting") == 3, "three ranks")
+        told = asked(run)
+        assert stacks.summary(told).startswith("all ranks wait in ")
+        last = next(one for one in told["processes"] if one["rank"] == 2)
+        os.kill(last["pid"], signal.SIGKILL)
+        wait_for(lambda: gone(last["pid"]), "the rank to end")
+        said = stacks.summary(asked(run))
+        assert said.startswith("2 of 3 ranks wait in ")
+        assert said.endswith("; rank 2 is not running")
+
+
 @pytest.mark.root  # (another user's kernel may forbid reading a process that is no child)
 def test_py_spy_reads_every_process_and_nobody_is_asked(waiting: Launched) -> None:
     size = len(waiting.raw_log)

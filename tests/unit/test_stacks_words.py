@@ -53,12 +53,19 @@ def thread(*calls: str, main: bool = True, name: str = "") -> dict[str, Any]:
 def process(pid: int, *threads: dict[str, Any], rank: int | None = None, **more: Any) -> dict[str, Any]:
     base = {"pid": pid, "nspid": pid, "rank": rank, "command": ["python", "train.py"], "state": "S",
             "python": True, "kernel": False, "cpu": 0.0, "by": "py-spy" if threads else None,
-            "why": ""}  # fmt: skip
+            "beats": rank is not None, "why": ""}  # fmt: skip
     return {**base, "threads": list(threads), **more}
 
 
 def told(*processes: dict[str, Any], **more: Any) -> dict[str, Any]:
-    base = {"host": "box", "run_id": "0007-demo", "tool": "/usr/bin/py-spy", "gone": [], "asked": None}
+    base = {
+        "host": "box",
+        "run_id": "0007-demo",
+        "tool": "/usr/bin/py-spy",
+        "gone": [],
+        "absent": [],
+        "asked": None,
+    }
     return {**base, "processes": list(processes), **more}
 
 
@@ -158,6 +165,12 @@ def test_launchs_lines_tell_whose_stacks_are_whose() -> None:
             {"gone": [2]},
             "2 of 3 ranks wait in wait (threading.py:331), from all_reduce (/srv/app/comm.py:20); "
             "rank 2 is not running",
+        ),
+        (
+            [process(9, thread(*WAIT), rank=0), process(8, thread(*WAIT), rank=1), process(7, thread(*LOAD))],
+            {"gone": [2], "absent": [4, 5, 6]},
+            "2 of 6 ranks wait in wait (threading.py:331), from all_reduce (/srv/app/comm.py:20); "
+            "rank 2 is not running; ranks 4-6 are not running on box",
         ),
         (
             [process(9, thread(*WAIT), rank=0), process(10, thread(*WAIT), rank=1), process(11, rank=2)],
