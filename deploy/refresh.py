@@ -7,6 +7,7 @@ longer text before is cleared.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import shutil
 import signal
@@ -17,10 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 from deploy import overview, show
+from deploy.health import plural
 from deploy.newest import Heard, Newest
 from deploy.sizes import age
 from deploy.target import Target
 
+MUCH, LITTLE, NONE = 2, 1, 0  # room for runs that have ended
 FIRST = 15.0  # seconds that a screen without a terminal waits for the first answer of every host
 _SCREEN, _NO_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
@@ -41,7 +44,7 @@ def status(
     newest = Newest(goals, name, run_id, interval)
 
     def shown() -> str:
-        return words("\n".join(block(heard, name, colour, verbose) for heard in newest.heard()))
+        return words(text(newest.heard(), name, colour, verbose))
 
     if not out.isatty():
         deadline = time.monotonic() + FIRST
@@ -55,16 +58,39 @@ def status(
             newest.news.wait(interval)
     with screen(out):
         while True:
-            out.write(frame(f"{shown()}\n\nCtrl-C ends this; the runs go on"))
+            heard = newest.heard()
+            choices = (words(text(heard, name, colour, verbose, room)) for room in (MUCH, LITTLE, NONE))
+            out.write(frame([f"{choice}\n\nCtrl-C ends this; the runs go on" for choice in choices]))
             out.flush()
             newest.news.wait(1.0)
             newest.news.clear()
 
 
-def block(heard: Heard, name: str | None, colour: bool, verbose: bool) -> str:
-    """What is shown of one host; why that is not the newest stands below it."""
-    parts = [show.status(heard.rows, colour, verbose)] if heard.rows else []
-    if heard.at is not None and not heard.rows:
+def text(found: Sequence[Heard], name: str | None, colour: bool, verbose: bool, room: int = MUCH) -> str:
+    """What is shown of all hosts. With LITTLE room runs that have ended are one line, with NONE a number."""
+    if room != NONE:
+        return "\n".join(block(heard, name, colour, verbose, brief=room == LITTLE) for heard in found)
+    parts, ended = [], 0
+    for heard in found:
+        living = tuple(row for row in heard.rows if not show.over(row))
+        ended += len(heard.rows) - len(living)
+        parts.append(
+            block(dataclasses.replace(heard, rows=living), name, colour, verbose, quiet=bool(heard.rows))
+        )
+    if ended:
+        parts.append(f"… and {plural(ended, 'run')} that ended")
+    return "\n".join(part for part in parts if part)
+
+
+def block(
+    heard: Heard, name: str | None, colour: bool, verbose: bool, brief: bool = False, quiet: bool = False
+) -> str:
+    """What is shown of one host; why that is not the newest stands below it.
+
+    `brief`: see `show.status`. `quiet`: it has runs, which are not among these.
+    """
+    parts = [show.status(heard.rows, colour, verbose, brief)] if heard.rows else []
+    if heard.at is not None and not heard.rows and not quiet:
         parts.append(overview.nothing(heard.goal, heard.facts, name))
     if heard.at is None and not heard.note:
         parts.append(f"{heard.goal.settings.name}: no answer yet")
@@ -74,10 +100,15 @@ def block(heard: Heard, name: str | None, colour: bool, verbose: bool) -> str:
     return "\n".join(parts)
 
 
-def frame(text: str) -> str:
-    """What writes `text` over whatever the screen shows: long lines folded, what is too much counted."""
+def frame(texts: Sequence[str]) -> str:
+    """What writes the first of `texts` that there is room for over whatever the screen shows: long lines
+    folded, and what is too much even of the last counted."""
     size = shutil.get_terminal_size()
-    lines = [part for line in text.split("\n") for part in folded(line, size.columns)]
+    lines: list[str] = []
+    for text in texts:
+        lines = [part for line in text.split("\n") for part in folded(line, size.columns)]
+        if len(lines) <= size.lines:
+            break
     if len(lines) > size.lines:
         lines = [*lines[: size.lines - 1], f"… {len(lines) - size.lines + 1} lines more"]
     return _HOME + "\n".join(line + _TO_END for line in lines) + _BELOW

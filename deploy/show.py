@@ -19,6 +19,7 @@ COLOURS = {
     "silent": "33", "slow": "33",
     "stalled": "31", "failed": "31", "gpu-lost": "31",
 }  # fmt: skip
+ENDED = ("finished", "stopped", "failed", "absent")  # verdicts of runs that are over
 _MARKS = {"ok": "✓", "skipped": "·", "failed": "✗", "running": "…"}
 
 
@@ -43,9 +44,18 @@ def under_way(words: Mapping[str, Any]) -> str:
     return f"a {words.get('what', 'switch')} by {words.get('by', 'somebody')}{when}"
 
 
-def status(rows: Sequence[Row], colour: bool = False, verbose: bool = False) -> str:
-    """One line per run; under it, links and drift if there are any, and with `verbose` the evidence."""
+def over(row: Row) -> bool:
+    """Whether a run has ended; by its verdict."""
+    return row.verdict in ENDED
+
+
+def status(rows: Sequence[Row], colour: bool = False, verbose: bool = False, brief: bool = False) -> str:
+    """One line per run; under it, links and drift if there are any, and with `verbose` the evidence.
+
+    Runs in progress come first; with `brief`, those that have ended are nothing but their line.
+    """
     lines = []
+    rows = sorted(rows, key=over)
     names = max((len(row.run_id) for row in rows), default=0)
     words = max((len(row.verdict) for row in rows), default=0)
     for row in rows:
@@ -53,6 +63,8 @@ def status(rows: Sequence[Row], colour: bool = False, verbose: bool = False) -> 
         if colour and row.verdict in COLOURS:
             word = f"\x1b[{COLOURS[row.verdict]}m{word}\x1b[0m"
         lines.append("  ".join([f"{row.host}  {row.run_id:<{names}}  {word}", *figures(row)]))
+        if brief and over(row):
+            continue
         lines += [f"    {key}: {value}" for key, value in row.links.items()]
         if row.changes:
             changes = ", ".join(f"{key}={cut(value, 80)}" for key, value in row.changes.items())

@@ -64,7 +64,8 @@ def of_run(run_path: str, first: int, by: str) -> dict[str, Any]:
     if lacking:
         asked = ask_launch(run, by, lacking, len(ranks))
     there = {one["nspid"] for one in found}
-    gone, absent = sorted(rank for number, rank in ranks.items() if number not in there), []
+    gone = sorted(rank for number, rank in ranks.items() if number not in there)
+    absent: list[int] = []
     if not ranks:
         gone, absent = number_by_environment(found, {pid: item["ppid"] for pid, item in table.items()})
     return {"tool": tool, "processes": found, "gone": gone, "absent": absent, "asked": asked}

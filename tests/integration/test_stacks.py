@@ -35,7 +35,7 @@ threading.Thread(target=gate.get, daemon=True).start()
 beat = Heartbeat(rank=rank, pid=os.getpid(), attempt=1, time=time.time())
 RunDir(os.environ["DRAFTHOUSE_RUN_DIR"]).write_heartbeat(beat)
 def all_reduce():
-    print("waiting", rank, flush=True)
+    print(f"waiting {rank}\\n", end="", flush=True)  # in one piece
     gate.get()
 all_reduce()
 """

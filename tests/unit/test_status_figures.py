@@ -188,10 +188,10 @@ def heard(*found: dict[str, Any], note: str = "", **more: Any) -> Heard:
 def test_a_frame_covers_what_was_there_and_never_scrolls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "10")
     monkeypatch.setenv("LINES", "4")
-    text = refresh.frame("short\n" + "x" * 15)
+    text = refresh.frame(["short\n" + "x" * 15])
     assert text == "\x1b[Hshort\x1b[K\n" + "x" * 10 + "\x1b[K\n" + "x" * 5 + "\x1b[K\x1b[J"
     monkeypatch.setenv("COLUMNS", "40")
-    assert refresh.frame("a\nb\nc\nd\ne") == "\x1b[Ha\x1b[K\nb\x1b[K\nc\x1b[K\n… 2 lines more\x1b[K\x1b[J"
+    assert refresh.frame(["a\nb\nc\nd\ne"]) == "\x1b[Ha\x1b[K\nb\x1b[K\nc\x1b[K\n… 2 lines more\x1b[K\x1b[J"
 
 
 def test_colours_take_no_room_when_a_line_is_folded() -> None:
@@ -204,6 +204,25 @@ def test_a_screen_keeps_the_last_answer_beside_the_note_of_a_lost_link() -> None
     assert "0007-demo  training" in text
     assert "box: no data for 10 s, reconnecting (what stands here is 0 s old)" in text
     assert refresh.block(Heard(told("box", None)), None, False, False) == "box: no answer yet"
+
+
+def test_what_runs_is_seen_on_a_small_screen_whatever_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = {"alive": False, "exit": {"reason": "stopped", "code": 0}}
+    old = [run(f"000{number}-n{number}", **ended) for number in range(1, 7)]
+    hosts = [heard(*old), heard(*old[:2], run("0008-demo"))]
+    whole = refresh.text(hosts, None, False, False)
+    assert whole.count("next: ") == 9
+    assert whole.index("0008-demo") < whole.rindex("0001-n1")
+    brief = refresh.text(hosts, None, False, False, refresh.LITTLE)
+    assert (brief.count("stopped"), brief.count("next: ")) == (8, 1)
+    least = refresh.text(hosts, None, False, False, refresh.NONE)
+    assert least.startswith("localhost  0008-demo  training")
+    assert least.endswith("\n… and 8 runs that ended")
+    assert "no runs" not in least
+    monkeypatch.setenv("COLUMNS", "200")
+    for height, shown in (("60", whole), ("14", brief), ("6", least)):
+        monkeypatch.setenv("LINES", height)
+        assert refresh.frame([whole, brief, least]).replace("\x1b[K", "")[3:-3] == shown
 
 
 def drawn(*found: Heard, width: int = 100, height: int = 30, plain: bool = False) -> str:
