@@ -81,12 +81,7 @@ def compare(a: Figures, b: Figures, labels: tuple[str, str]) -> Comparison:
     phases = [Phase(name, timed[0].get(name), timed[1].get(name)) for name in names]
     phases.sort(key=lambda phase: (phase.name == REST and not phase.regressed, -phase.lost))
     notes = []
-    for label, one in zip(labels, (a, b), strict=True):
-        if not one["records"]:
-            notes.append(
-                f"{label} has no figures, because it has written no metrics.jsonl (a command of your own, "
-                "or no step was logged yet)"
-            )
+    for one in (a, b):
         notes += [f"could not be read: {cut(problem)}" for problem in one.get("problems") or ()]
     if not same:
         notes.append(
@@ -115,7 +110,7 @@ def _phases(one: Figures, scale: float) -> dict[str, float]:
 def _headline(a: Figures, b: Figures, labels: tuple[str, str], phases: Sequence[Phase], unit: str) -> str:
     moved = change(a.get("tokens_per_second"), b.get("tokens_per_second"))
     if moved is None:
-        return f"{labels[0]} and {labels[1]} cannot be compared in speed"
+        return f"{labels[0]} and {labels[1]} cannot be compared in speed: {_why_not(a, b, labels)}"
     if moved < -EQUAL:
         first = f"{labels[1]} is {-100 * moved:.0f} % slower than {labels[0]}"
     elif moved > EQUAL:
@@ -134,6 +129,20 @@ def _headline(a: Figures, b: Figures, labels: tuple[str, str], phases: Sequence[
         f"{_ms(worst.a)} → {_ms(worst.b)} ms {unit}"
         f"{f' ({100 * more:+.0f} %)' if more is not None else ''}, {share}"
     )
+
+
+def _why_not(a: Figures, b: Figures, labels: tuple[str, str]) -> str:
+    """Which of the two lacks its speed, and why."""
+    bare = [label for label, one in zip(labels, (a, b), strict=True) if not one["records"]]
+    if not bare:
+        lacking = [
+            label for label, one in zip(labels, (a, b), strict=True) if not one.get("tokens_per_second")
+        ]
+        return f"the records of {' and '.join(lacking) or labels[0]} tell no tok/s"
+    first = f"{bare[0]} has no figures, because it has"
+    if len(bare) == 2:
+        first = "neither has figures, because they have"
+    return f"{first} written no metrics.jsonl (a command of your own, or no step was logged yet)"
 
 
 def change(a: float | None, b: float | None) -> float | None:
@@ -240,7 +249,7 @@ def text(made: Comparison) -> str:
         row(cut(str(key), 40), [number(one, key) for one in metrics], "{:.3f}".format)
     row("logged for", (a.get("seconds"), b.get("seconds")), age)
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    shown = [made.headline, ""]
+    shown = [made.headline, ""] if len(lines) > 1 else [made.headline]
     for line in lines if len(lines) > 1 else ():
         cells = [
             f"{line[0]:<{widths[0]}}",

@@ -19,6 +19,7 @@ from deploy.errors import USAGE, DeployError
 from deploy.segments import Segments
 
 LONGEST = 1 << 20  # bytes after which an unfinished line is looked at as it is
+FEW = 1024  # bytes for each line that is worth being cut out by itself; more of them are cut at once
 OURS = "── "
 _began: float | None = None  # when the block was begun that is being matched
 
@@ -32,9 +33,36 @@ def compiled(expression: str) -> re.Pattern[str]:
     except (re.error, OverflowError, RecursionError) as error:
         shown = expression if len(expression) <= 60 else f"{expression[:60]}…"
         raise DeployError(
-            f"--grep {shown!r} is no regular expression: {error}; a backslash takes a sign as it is",
+            f"--grep {shown!r} is no regular expression: {error}; a backslash before a sign makes it "
+            "mean itself, like \\( or \\[",
             code=USAGE,
         ) from None
+
+
+def certain(expression: str) -> bytes:
+    """The longest text that every match of `expression` has in it; empty if that is not plain to see.
+
+    So most lines of a log need not be cut out of it, let alone matched.
+    """
+    best, text, at = "", "", 0
+    while at < len(expression):
+        sign = expression[at]
+        at += 1
+        if sign in "()[]|{}":
+            return b""
+        if sign == "\\" and at < len(expression):
+            sign = expression[at]
+            at += 1
+            if sign.isalnum():  # a class of signs, a border, or the same text again
+                return b""
+        elif sign in ".^$*+?":
+            sign = ""
+        repeated = expression[at : at + 1]
+        if sign and (not repeated or repeated not in "*+?{"):
+            text += sign
+        else:
+            best, text = max(best, text + (sign if repeated == "+" else ""), key=len), ""
+    return encoded(max(best, text, key=len))
 
 
 @contextlib.contextmanager
@@ -58,6 +86,7 @@ class Filter:
 
     def __init__(self, expression: re.Pattern[str]) -> None:
         self._expression = expression
+        self._certain = certain(expression.pattern)
         self._rest = b""
 
     @property
@@ -82,7 +111,9 @@ class Filter:
     def _matching(self, data: bytes) -> bytes:
         search = self._expression.search
         with timed():
-            found = [line for line in split(data) if line and (search(line) or line.startswith(OURS))]
+            few = self._certain and data.count(self._certain) <= len(data) // FEW
+            lines = candidates(data, self._certain) if few else split(data)
+            found = [line for line in lines if line and (search(line) or line.startswith(OURS))]
         return encoded("\n".join([*found, ""])) if found else b""
 
 
@@ -91,7 +122,7 @@ def find_last_matches(log: Segments, expression: re.Pattern[str], count: int) ->
 
     It is the value of a generator, which yields now and then.
     """
-    search = expression.search
+    search, sure = expression.search, certain(expression.pattern)
     oldest = log.end()
     if count <= 0:
         return oldest
@@ -106,7 +137,7 @@ def find_last_matches(log: Segments, expression: re.Pattern[str], count: int) ->
             continue
         position = offset + len(data)
         with timed():
-            for text in reversed(split(data[cut:])):
+            for text in () if sure and sure not in data else reversed(split(data[cut:])):
                 position -= len(encoded(text))
                 if text and search(text):
                     count -= 1
@@ -116,6 +147,26 @@ def find_last_matches(log: Segments, expression: re.Pattern[str], count: int) ->
         line = data[:cut]
         yield
     return oldest
+
+
+def candidates(data: bytes, text: bytes) -> Iterator[str]:
+    """The lines of `data` that have `text` in them, and launch's own."""
+    data = data.replace(b"\r", b"\n")
+    ours = encoded(OURS)
+    at = 0
+    nearest = {text: -1, ours: -1}  # where each is found next, from `at` on
+    while True:
+        for wanted, place in nearest.items():
+            if place < at:
+                found = data.find(wanted, at)
+                nearest[wanted] = found if found >= 0 else len(data)
+        place = min(nearest.values())
+        if place == len(data):
+            return
+        end = data.find(b"\n", place)
+        end = len(data) if end < 0 else end
+        yield data[data.rfind(b"\n", 0, place) + 1 : end].decode("utf-8", "surrogateescape")
+        at = end
 
 
 def split(data: bytes) -> list[str]:

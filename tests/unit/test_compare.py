@@ -87,8 +87,16 @@ def test_a_run_without_figures_is_said_to_have_none() -> None:
         ("tokens_per_second", "step_seconds", "tokens_per_step", "last_step", "seconds", "loss")
     )
     made = compared(**bare, records=0, used=0, phase_seconds={}, memory={"now": None}, metrics={}, curves=[])
-    assert made.headline == "0001-demo and 0002-demo cannot be compared in speed"
-    assert "0002-demo has no figures, because it has written no metrics.jsonl" in compare.text(made)
+    assert made.headline == (
+        "0001-demo and 0002-demo cannot be compared in speed: 0002-demo has no figures, because it has "
+        "written no metrics.jsonl (a command of your own, or no step was logged yet)"
+    )
+    assert "\n\n\n" not in compare.text(made)
+    alone = {**made.b, "records": 0}
+    both = compare.compare(alone, alone, ("0001-demo", "0002-demo"))
+    assert "speed: neither has figures, because they have written no " in both.headline
+    assert compare.text(both).split("\n")[:2] == [both.headline, ""]
+    assert compare.text(both).count("\n\n") == 1
 
 
 def test_settings_that_differ_are_listed_and_secrets_masked() -> None:

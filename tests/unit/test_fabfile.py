@@ -34,10 +34,16 @@ def test_the_menu_has_a_line_for_every_task(collection: Collection) -> None:
 
 
 def test_every_flag_is_explained_and_none_is_short(collection: Collection) -> None:
+    said = {}  # Invoke tells it once
     for name in TASKS:
         for argument in collection[name].get_arguments():
             assert argument.help, f"{name} --{argument.name}"
             assert all(len(word) > 1 for word in argument.names), f"{name} {argument.names}"
+            said[name, argument.name] = argument.help
+    for name in ("status", "watch"):
+        assert said[name, "host"].endswith("(default: localhost and every host of fabric.yaml)")
+        assert said[name, "name"].endswith("(default: every name)")
+    assert said["stop", "name"].endswith("(default: the run file's name)")
 
 
 def test_a_hint_can_be_typed_as_it_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -55,6 +55,36 @@ def test_what_a_line_is(data: bytes, expression: str, expected: bytes) -> None:
     assert shown(data, expression) == expected
 
 
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("loss 9", "loss 9"), ("^step 1$", "step 1"), (r"loss 2\.70", "loss 2.70"), (r"f\(x\)", "f(x)"),
+        ("a.b.longer", "longer"), ("ab*c", "a"), ("a?bc", "bc"), ("ab+", "ab"), ("ab+?c", "ab"), ("τ", "τ"),
+        # nothing is certain, or it is not looked for
+        ("a|b", ""), ("(?i)a", ""), ("(a)b", ""), ("[ab]c", ""), ("a{0}b", ""), (r"\bfoo", ""), (".*", ""),
+    ],
+)  # fmt: skip
+def test_what_every_match_has_in_it_is_known(expression: str, text: str) -> None:
+    assert log_filter.certain(expression) == text.encode()
+
+
+EXPRESSIONS = st.text(st.sampled_from("los 1.*+?^$\\|()"), max_size=8)
+
+
+@settings(max_examples=300)
+@given(TEXTS, EXPRESSIONS, st.integers(1, 3))
+def test_lines_that_are_passed_over_do_not_match(data: bytes, expression: str, few: int) -> None:
+    try:
+        found = compiled(expression)
+    except DeployError:
+        return
+    lines = [line for line in log_filter.split(data) if line]
+    expected = [line for line in lines if found.search(line) or line.startswith(log_filter.OURS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_filter, "FEW", few)
+        assert shown(data, expression) == log_filter.encoded("".join(f"{line}\n" for line in expected))
+
+
 @given(TEXTS, st.lists(st.integers(0, 9), max_size=30))
 def test_how_the_stream_is_cut_makes_no_difference(data: bytes, cuts: list[int]) -> None:
     assert shown(data, "loss", cuts) == shown(data, "loss")
