@@ -7,7 +7,6 @@ each host's result is listed. fabric.yaml: ``tasks: {executor_class: deploy.exec
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
