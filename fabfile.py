@@ -678,7 +678,7 @@ def status_once(goals: Any, name: str | None, run_id: str | None, verbose: bool,
                 say(f"could not be read: {problem}")
     overview.check_known(found, name, run_id)
     if json:
-        show(overview.as_json(found))
+        show(overview.as_json(found, name if run_id is None else None))
     elif name and not any(answer.rows for answer in found):
         for answer in found:
             if not answer.error:

@@ -2,15 +2,19 @@
 
 The evidence is one entry of the probe's "runs" (see `deploy.probe`); every field may be missing or foreign,
 and what cannot be known is said, never guessed. Situations that were seen are kept in tests/cases. What its
-processes do is read in `deploy.health_work`, runs that are over in `deploy.health_over`.
+processes do is read in `deploy.health_work`, who died in `deploy.health_dead`, what was printed in
+`deploy.health_output`, runs that are over in `deploy.health_over`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+from deploy import health_dead as deaths
 from deploy import health_notes as notes
+from deploy import health_output as output
 from deploy import health_over as over
 from deploy import health_work as working
 from deploy.health_words import (
@@ -19,6 +23,7 @@ from deploy.health_words import (
     cut,
     last_line,
     number,
+    on_host,
     plural,
     rows,
     seconds,
@@ -41,7 +46,8 @@ WORDS = (
 QUIET = 60.0  # seconds without a sign of life before silence means anything
 QUIET_WORK = 300.0  # the same while loading or compiling, where one piece of work may take minutes
 QUIET_STEPS = 10.0  # ... and while training, so many of its own steps, if these are longer
-BANNER = 2.0  # seconds after the start within which what is in the log may be launch's own banner
+SETTLED = 10.0  # seconds after the start from which it is worth saying what its processes do
+SOME = 0.005  # CPUs; less is none
 GRACE = 5.0  # seconds after a rank's last heartbeat within which its end may be everybody's
 SLOW = 0.8  # of the reference's speed
 STEPS = 20  # at least so many tell a speed
@@ -83,6 +89,7 @@ class Doing:
     word: str
     reason: str
     task: str = "tail"
+    there: str = ""  # instead of a task: a command for that host
 
 
 def in_progress(run: dict[str, Any], now: float, host: str | None, sample: float) -> Verdict:
@@ -93,7 +100,9 @@ def in_progress(run: dict[str, Any], now: float, host: str | None, sample: float
     reason = found.reason + (f", attempt {attempt:g}" if attempt and attempt > 1 else "")
     reason += f", stopping (asked by {cut(str(asked), 60)})" if asked else ""
     reason = "; ".join([reason, *notes.beside(run, bool(work.dead))])
-    if notes.disk_full(run):
+    if found.there:
+        further = on_host(found.there, host)
+    elif notes.disk_full(run):
         further = command("prune", None, host)
     elif found.task == "compare":
         both = (table(run, "reference").get("run_id"), run.get("run_id"))
@@ -120,12 +129,13 @@ def doing(run: dict[str, Any], now: float, work: Work) -> Doing:
     if attempt and launch.get("trainer_pid", 0) is None and not launch.get("stopping"):
         words = f"attempt {attempt:.0f} has ended, the next one is about to start{last_line(run)}"
         return Doing("starting", words)
-    dead = working.dead_ranks(work, beats, now, GRACE)
+    dead = deaths.dead_ranks(work, beats, now, GRACE)
     if dead:
         found = computing(run, work)
         return Doing(found.word, f"{dead}, {found.reason}", "restart")
     if work.halted:
-        return Doing("stalled", f"{progress(slowest(beats), now)}, {computing(run, work).reason}")
+        found = computing(run, work)
+        return Doing("stalled", f"{progress(slowest(beats), now)}, {found.reason}", there=found.there)
     return with_heartbeat(run, beats, now, work) if beats else without_heartbeat(run, now, work)
 
 
@@ -155,37 +165,60 @@ def with_heartbeat(run: dict[str, Any], beats: list[dict[str, Any]], now: float,
     if size > len(beats):
         what += f" ({len(beats)} of {size} ranks have sent a heartbeat)"
     found = computing(run, work)
-    return Doing(found.word, f"{what}, {found.reason}", found.task)
+    return Doing(found.word, f"{what}, {found.reason}", found.task, found.there)
 
 
 def without_heartbeat(run: dict[str, Any], now: float, work: Work) -> Doing:
-    """A command of somebody's own, or ours before its first heartbeat: the log and the CPUs must tell."""
-    log = table(run, "log")
+    """A command of somebody's own, or ours before its first heartbeat: its output and the CPUs must tell."""
     began = number(table(run, "launch"), "trainer_started") or number(table(run, "run"), "created")
-    written = number(log, "last_write")
-    newest = max((moment for moment in (written, began) if moment is not None), default=now)
-    age = now - newest
-    size = number(log, "bytes") or 0
-    said_nothing = began is not None and (written is None or written - began < BANNER)
-    silence = f"sends no heartbeat, no output for {seconds(age)}"
-    if said_nothing or age > QUIET:
+    said, own = output.said(run, began), not our_trainer(run)
+    age = now - max((moment for moment in (said.newest, began) if moment is not None), default=now)
+    none = "no output for" if said.bytes else "no output yet after"
+    silence = f"sends no heartbeat, {none} {seconds(age)}"
+    if not said.bytes or age > QUIET:
         compiles, reads = working.compiling(work), working.reading(work)
         if compiles:
             return Doing("compiling", f"{silence}, but {compiles}")
         if reads:
             return Doing("loading", f"{silence}, but it {reads}")
-        elsewhere = working.prints_elsewhere(work)
+        elsewhere = output.prints_elsewhere(work)
         if elsewhere and now - elsewhere[0] <= QUIET_WORK:
             words = f"sends no heartbeat; it {elsewhere[1]}, the newest {ago(now, elsewhere[0])}"
             return Doing("training", words)
-    if began is not None and now - began < QUIET and said_nothing:
-        words = f"began {ago(now, began)}, {size:,.0f} bytes of output, no heartbeat yet"
-        return Doing("starting", words)
-    if age <= QUIET_WORK:
-        words = f"sends no heartbeat; {size:,.0f} bytes of output, the newest {ago(now, written)}"
-        return Doing("training", words + last_line(run))
-    found = computing(run, work)
-    return Doing(found.word, f"{silence}, {found.reason}", found.task)
+    found = computing(run, work, bool(said.bytes))
+    died = deaths.dead_children(work, badly=True)
+    if said.bytes and age <= QUIET_WORK:
+        words = f"{said.bytes:,.0f} bytes of output, the newest {ago(now, said.newest)}"
+        words = f"sends no heartbeat; {words}" if own else f"no heartbeat yet; {words}"
+        task = "tail"
+        if age > QUIET:
+            words, task = (
+                f"{words}, {found.reason}",
+                found.task if found.task == "peek" or idle(work) else task,
+            )
+        elif died:
+            words, task = f"{words}, {died}", "stacks"
+        return Doing("training" if own else "starting", words + last_line(run), task)
+    if began is not None and now - began < QUIET and not said.bytes:
+        words, task = f"began {ago(now, began)}, no output and no heartbeat yet", "tail"
+        if now - began > SETTLED or died:
+            words, task = (
+                f"{words}, {found.reason}",
+                found.task if found.task == "peek" or idle(work) else task,
+            )
+        return Doing("starting", words, task)
+    return Doing(found.word, f"{silence}, {found.reason}", found.task, found.there)
+
+
+def our_trainer(run: dict[str, Any]) -> bool:
+    """Whether a run's command is the trainer of this package, which sends heartbeats once it has begun."""
+    words = rows(table(run, "run"), "command")
+    return any(pair == ["-m", "trainer"] for pair in map(list, pairwise(words)))
+
+
+def idle(work: Work) -> bool:
+    """Whether it is known that they do not compute."""
+    return work.cpus is not None and not work.busy
 
 
 def phase_word(beat: dict[str, Any]) -> str:
@@ -254,23 +287,36 @@ def too_slow(run: dict[str, Any]) -> str:
     )
 
 
-def computing(run: dict[str, Any], work: Work) -> Doing:
-    """Tell silent (it computes) from stalled (it does not), and why nothing is heard or where it waits."""
-    if table(run, "container").get("paused"):
-        return Doing("stalled", "its container is paused (docker unpause lets it go on)")
+def computing(run: dict[str, Any], work: Work, heard: bool = True) -> Doing:
+    """Tell silent (it computes) from stalled (it does not), and why nothing is heard or where it waits.
+
+    `heard`: whether anything of its output ever arrived.
+    """
+    container = table(run, "container")
+    if container.get("paused"):
+        unpause = f"docker unpause {container['name']}" if container.get("name") else ""
+        return Doing("stalled", "its container is paused (docker unpause lets it go on)", there=unpause)
+    count = plural(len(work.processes), "process")
+    if work.halted:  # (what it used before, within the sample, says nothing any more)
+        there = working.go_on(working.halted(work))
+        return Doing("stalled", f"{count} {working.waits(work)}", there=there)
     if work.cpus is None:
         why = "whether it computes is unknown, because its CPU time was not sampled"
         return Doing("silent", why, "stacks")
-    died, held, reads = working.dead_children(work), working.held_back(work), working.reading(work)
-    held = f"{held}; fab peek shows it" if held else ""
-    gpus, count = busy_gpus(run), plural(len(work.processes), "process")
+    died, held, reads = deaths.dead_children(work), output.held_back(work), working.reading(work)
+    peek = bool(held) and not died
+    held = f"{held}; fab peek shows it" if held else "" if heard else output.may_hold_back(work)
+    gpus = busy_gpus(run)
     if work.busy:
         parts = [f"{count} using {work.cpus:.1f} CPUs", reads, gpus, died, held]
         word = "silent"
     else:
-        parts = [f"{count} using no CPU", reads, gpus, working.waits(work), died, held]
-        word = "silent" if gpus and not died else "stalled"
-    task = "peek" if word == "silent" and held else "tail" if work.halted else "stacks"
+        much = "no CPU" if work.cpus < SOME else f"hardly any CPU ({100 * work.cpus:.1f} % of one)"
+        parts = [f"{count} using {much}", reads, gpus, working.waits(work), died, held]
+        # A little work now and then, and output that cannot be seen: nothing says that it has stopped.
+        word = "silent" if not died and (gpus or (peek and work.cpus >= SOME)) else "stalled"
+    # Of a program that is no Python neither buffer nor stacks can be shown.
+    task = "peek" if peek else "stacks" if output.any_python(work) else "tail"
     return Doing(word, ", ".join(part for part in parts if part), task)
 
 

@@ -51,7 +51,9 @@ def ended(run: dict[str, Any], now: float, host: str | None) -> Told:
     words = ", ".join(parts)
     if word == "failed":
         return "failed", words, command("tail", name, host, "--lines 50")
-    return word, words, command("start", name, host) if word == "stopped" else None
+    if word == "stopped":
+        return word, words, command("start", name, host)
+    return word, words, command("pull" if saved is not None else "tail", name, host)
 
 
 def attempts(run: dict[str, Any], exit: dict[str, Any], word: str) -> list[str]:
@@ -103,7 +105,7 @@ def not_alive(run: dict[str, Any], now: float, host: str | None) -> Told:
     """No launch, and no record of an end: it did not begin yet, or nobody was left to write one."""
     switch, name = table(run, "switch"), run.get("name")
     if table(run, "launch"):
-        why = "the machine restarted since" if run.get("rebooted") else "launch was killed (out of memory?)"
+        why = "the machine restarted since" if run.get("rebooted") else launch_killed(run)
         why = container_words(run) or why
         left = rows(run, "processes")
         more = f"; {plural(len(left), 'process')} of it left" if left else ""
@@ -126,6 +128,17 @@ def not_alive(run: dict[str, Any], now: float, host: str | None) -> Told:
     if created is not None and now - created < START and not run.get("given_up"):
         return "starting", f"prepared {ago(now, created)}, not started yet", command("tail", name, host)
     return "failed", f"was prepared {ago(now, created)} and never started", command("deploy", name, host)
+
+
+def launch_killed(run: dict[str, Any]) -> str:
+    """By whom, as far as the kernel's count of its kills for want of memory tells."""
+    kills = number(run, "oom_kills_since")
+    if kills is None:
+        return "launch was killed (whether for want of memory is unknown, because the kernel's count is)"
+    if kills:
+        count = plural(int(kills), "kill")
+        return f"launch was killed, maybe for want of memory (the kernel counts {count} since it began)"
+    return "launch was killed by somebody (the kernel has killed nothing for want of memory since it began)"
 
 
 def left_behind(run: dict[str, Any]) -> str:

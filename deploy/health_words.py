@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+OURS = "── "  # begins launch's own lines in a log
+
 
 def command(task: str, name: Any, host: str | None, more: str = "") -> str:
     parts = ["fab", task]
@@ -15,9 +17,18 @@ def command(task: str, name: Any, host: str | None, more: str = "") -> str:
     return " ".join([*parts, more]).rstrip()
 
 
+def on_host(words: str, host: str | None) -> str:
+    """A command for the shell of a host; of another one through ssh."""
+    return words if not host or host == "localhost" else f"ssh {host} {words}"
+
+
 def last_line(run: dict[str, Any]) -> str:
-    tail = rows(table(run, "log"), "tail")
-    return f", last line: {cut(str(tail[-1]))}" if tail else ""
+    """The newest line of a log that is not launch's own."""
+    log = table(run, "log")
+    own = log.get("last_line") or next(
+        (line for line in reversed(rows(log, "tail")) if not str(line).startswith(OURS)), None
+    )
+    return f", last line: {cut(str(own))}" if own else ""
 
 
 def cut(text: str, length: int = 120) -> str:

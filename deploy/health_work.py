@@ -1,4 +1,4 @@
-"""What the processes of a run do: CPU, reading, where they wait, which have died, what they hold back. Pure.
+"""What the processes of a run do: CPU, reading, where they wait. Pure.
 
 The evidence is a run's "processes" as two samples saw them (see `deploy.probe`); older probes and machines
 that tell less leave fields out.
@@ -7,21 +7,20 @@ that tell less leave fields out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.health_words import amount, change, cut, number, plural, rows, table, tables
 
 TICKS = 100.0  # of CPU time a second: what Linux shows to programs, whatever its own clock does
+NEAR = 2.0  # ticks; more than so much above the exact count is the work of threads that have ended
 BUSY = 0.05  # CPUs; less is a process that waits and looks now and then
 READS = 1e6  # bytes a second; less is a log, a heartbeat, a timer
 SHOWN = 3  # processes, or waits, are named
+MOST_PIDS = 32  # in a command that is proposed
 COMPILERS = re.compile(
     r"(\S+-)?(cc1|cc1plus|cicc|nvcc|ptxas|fatbinary|nvlink|ninja|gcc|g\+\+|clang|ld|collect2|rustc)(-[\d.]+)?"
 )
-PYTHON = re.compile(r"(python|pypy)\d*(\.\d+)*t?")
-OFF = re.compile(r"\s*[+-]?0+|")  # values of PYTHONUNBUFFERED that CPython takes for no
 WAITS = {
     "lock": "in a lock", "file lock": "for a file's lock", "socket": "on a socket", "pipe": "on a pipe",
     "file": "on a file", "disk": "for a disk", "network disk": "for a network disk (its server is away?)",
@@ -36,7 +35,7 @@ class Work:
 
     processes: list[dict[str, Any]] = field(default_factory=list)  # those that live
     dead: list[dict[str, Any]] = field(default_factory=list)  # those that ended and that nobody waited for
-    cpus: float | None = None  # None: not sampled
+    cpus: float | None = None  # None: not sampled; 0: as far as can be told, none at all
     reads: float = 0.0  # bytes a second
     complete: bool = False  # whether the table has the run's own launch or trainer in it
 
@@ -58,8 +57,8 @@ def look(run: dict[str, Any], sample: float) -> Work:
     own = [item.get("cmdline") for item in found if item.get("nspid", item.get("pid")) in waiting]
     rest = [item for item in found if item.get("cmdline") not in own]  # launch and its guard wait
     living = [item for item in rest if item.get("state") not in ("Z", "X")]
-    ticks = [grown for item in living if (grown := change(item, "cpu_ticks")) is not None]
-    known = bool(ticks) and sample > 0
+    used = [spent for item in living if (spent := seconds_of_cpu(item)) is not None]
+    known = bool(used) and sample > 0
     # What comes through pipes and sockets counts as read, too: only a file or a disk is a load.
     reads = [change(item, "io", 0 if table(item, "reading") else 1) or 0.0 for item in living]
     trainer = number(launch, "trainer_pid")
@@ -67,10 +66,22 @@ def look(run: dict[str, Any], sample: float) -> Work:
     return Work(
         processes=living,
         dead=[item for item in rest if item.get("state") in ("Z", "X")],
-        cpus=sum(ticks) / TICKS / sample if known else None,
+        cpus=sum(used) / sample if known else None,
         reads=max(reads, default=0.0) / sample if sample > 0 else 0.0,
         complete=bool(here & {number(launch, "pid"), trainer} - {None}),
     )
+
+
+def seconds_of_cpu(item: dict[str, Any]) -> float | None:
+    """What a process computed between the samples; None: not known.
+
+    The kernel tells it exactly of the threads that live, and of all of them in ticks, which meet a little
+    work now and then or miss it.
+    """
+    ticks, exact = change(item, "cpu_ticks"), change(item, "ran")
+    if ticks is None or exact is None or exact < 0 or ticks > exact * TICKS / 1e9 + NEAR:
+        return None if ticks is None else ticks / TICKS
+    return exact / 1e9
 
 
 # -- words -------------------------------------------------------------------------------------------------
@@ -110,71 +121,21 @@ def program(item: dict[str, Any]) -> str:
     return str(item.get("program") or (str(words[0]).rpartition("/")[2] if words else ""))
 
 
-def held_back(work: Work) -> str:
-    """Why what the processes print does not appear, if Python holds it back; else an empty text."""
-    for item in work.processes:
-        why = buffered(item)
-        if why:
-            where = "a pipe" if str(item.get("stdout")).startswith("pipe:") else "a file"
-            return f"its output is held back in its buffer (pid {item.get('pid')} prints into {where}, {why})"
-    return ""
+def halted(work: Work) -> list[Any]:
+    """The pids of the processes that a signal has stopped."""
+    return [item.get("pid") for item in work.processes if item.get("state") == "T"]
 
 
-def buffered(item: dict[str, Any]) -> str:
-    """Why a process holds its output back; an empty text if it does not, or if that cannot be known."""
-    words = [str(word) for word in rows(item, "cmdline")]
-    stdout = str(item.get("stdout") or "")
-    into = stdout.startswith("pipe:") or (stdout.startswith("/") and not stdout.startswith("/dev/"))
-    if not words or not into or not PYTHON.fullmatch(program(item)):
-        return ""
-    flags = set(switches(words[1:]))
-    value = item.get("unbuffered")
-    if "u" in flags:
-        return ""
-    if value is None:
-        return "without PYTHONUNBUFFERED or -u"
-    if OFF.fullmatch(str(value)):
-        return f"PYTHONUNBUFFERED is off ({cut(str(value), 10) or 'empty'})"
-    ignored = flags & {"I", "E"}
-    return f"-{min(ignored)} makes Python ignore PYTHONUNBUFFERED" if ignored else ""
-
-
-def switches(words: list[str]) -> Iterator[str]:
-    """The one-letter switches of a Python command line, up to the program."""
-    skip = False
-    for word in words:
-        if skip:
-            skip = False
-            continue
-        if not word.startswith("-") or word in ("-", "--"):
-            return
-        if word.startswith("--"):
-            skip = word == "--check-hash-based-pycs"
-            continue
-        for place, letter in enumerate(word[1:], 2):
-            if letter in "cm":
-                return
-            if letter in "WX":
-                skip = place == len(word)
-                break
-            yield letter
-
-
-def prints_elsewhere(work: Work) -> tuple[float, str] | None:
-    """(when, words) of the newest output into a file that is not the run's log."""
-    found = []
-    for item in work.processes:
-        told = table(item, "stdout_file")
-        when, size = number(told, "modified"), number(told, "bytes")
-        if when is not None and size:
-            found.append((when, f"prints into {cut(str(item.get('stdout')), 80)}, {size:,.0f} bytes"))
-    return max(found, default=None)
+def go_on(pids: list[Any]) -> str:
+    return f"kill -CONT {' '.join(map(str, pids[:MOST_PIDS]))}"
 
 
 def waits(work: Work) -> str:
     """Where the processes wait, one after the other; empty if nothing of that is known."""
-    if any(item.get("state") == "T" for item in work.processes):
-        return "halted by a signal (kill -CONT lets it go on)"
+    stopped = halted(work)
+    if stopped:
+        there = "it" if len(stopped) == 1 else "them"
+        return f"halted by a signal ({go_on(stopped)} lets {there} go on)"
     told: dict[str, list[Any]] = {}
     for item in work.processes:
         words = wait(item)
@@ -218,63 +179,3 @@ def place(told: dict[str, Any]) -> str:
     where = where.replace(" to callers at", ", for callers at")
     call = told.get("call")
     return f"{kind}{where}" + (f" ({cut(str(call), 20)})" if call else "")
-
-
-# -- who has died ------------------------------------------------------------------------------------------
-
-
-def end_of(item: dict[str, Any]) -> str:
-    """How a process ended, by its wait status: ``killed by signal 9``."""
-    ended = item.get("ended")
-    if not isinstance(ended, int) or isinstance(ended, bool) or ended < 0:
-        return "has ended"
-    if ended & 0x7F:
-        return f"was killed by signal {ended & 0x7F}"
-    return f"has ended with exit code {ended >> 8}"
-
-
-def dead_children(work: Work) -> str:
-    """The children that ended and that their parents have not noticed."""
-    parents = {item.get("pid") for item in work.processes}
-    found = [item for item in work.dead if item.get("ppid") in parents]
-    words = [
-        f"pid {item.get('pid')}, a child of pid {item.get('ppid')}, {end_of(item)}" for item in found[:SHOWN]
-    ]
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"{'; '.join(words)}{more}, which its parent has not noticed" if words else ""
-
-
-def dead_ranks(work: Work, beats: list[dict[str, Any]], now: float, grace: float) -> str:
-    """The ranks whose process is gone while others live; empty while that cannot be told.
-
-    By their heartbeats; of a command that sends none by the numbers that its launcher gave them. A rank that
-    said that it finishes may be gone before the others.
-    """
-    if not work.complete or not work.processes:
-        return ""
-    living = {item.get("nspid", item.get("pid")): item for item in work.processes}
-    if beats:
-        told = {number(beat, "pid"): beat for beat in beats if number(beat, "pid")}
-        gone = [
-            beat
-            for pid, beat in told.items()
-            if pid not in living
-            and beat.get("phase") != "finishing"
-            and now - (number(beat, "time") or now) > grace
-        ]
-        if not gone or len(gone) == len(beats):
-            return ""  # (all of them gone: launch is about to say so)
-        dead = {item.get("nspid", item.get("pid")): item for item in work.dead}
-        words = []
-        for beat in gone:
-            pid = number(beat, "pid")
-            end = end_of(dead[pid]) if pid in dead else "is gone"
-            words.append(f"rank {beat.get('rank', '?')} (pid {pid:.0f}) {end}")
-        return f"{'; '.join(words[:SHOWN])}, of {len(beats)} ranks"
-    ranks = [table(item, "ranks") for item in work.processes]
-    size = max((number(one, "LOCAL_WORLD_SIZE") or 0 for one in ranks), default=0)
-    here = {number(one, "LOCAL_RANK") for one in ranks} - {None}
-    lacking = [rank for rank in range(min(int(size), 64)) if rank not in here]
-    if not here or not lacking:
-        return ""
-    return f"rank {', '.join(map(str, lacking[:SHOWN]))} of {size:.0f} on this host is gone"

@@ -95,6 +95,8 @@ def row(
         key: sum(value for beat in beats if (value := number(table(beat, "memory"), key)))
         for key in ("min", "now", "peak")
     }
+    if memory["peak"]:
+        memory["peak"] = max(memory["peak"], memory["now"])  # (an older trainer may have said less)
     shown = {key: _whole(value) if value and run["alive"] else None for key, value in memory.items()}
     gpus, unknown = details.gpus_of(run, facts) if run["alive"] else ((), "")
     speed = number(table(main, "tokens_per_second"), "now")
@@ -137,8 +139,13 @@ def _changes(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _with_file(goal: Target, run: Mapping[str, Any], command: str | None) -> str | None:
-    """`fab deploy --name exp` would start the default run's file under that name: the run's own is added."""
+    """`fab deploy --name exp` would start the default run's file under that name: the run's own is added.
+
+    And ssh is given the address of a host instead of its name here.
+    """
     file = (run["run"] or {}).get("run_file")
+    if command is not None and command.startswith(f"ssh {goal.settings.name} "):
+        return command.replace(goal.settings.name, goal.settings.address or goal.settings.name, 1)
     renders = command is not None and command.startswith(("fab deploy", "fab restart"))
     if command is None or not renders or not isinstance(file, str) or not file:
         return command
@@ -213,13 +220,22 @@ def everywhere(
             batch = {}
 
 
-def as_json(found: Iterable[Answer]) -> list[dict[str, Any]]:
-    """A row for each run, and one of host and error alone for a host that did not answer."""
+def as_json(found: Iterable[Answer], name: str | None = None) -> list[dict[str, Any]]:
+    """A row for each run, and one of host and error alone for a host that did not answer.
+
+    Asked for a `name` that has no run on any of them, each has a row with the verdict "absent".
+    """
     rows: list[dict[str, Any]] = []
+    found = list(found)
+    nowhere = name is not None and not any(answer.rows for answer in found)
     for answer in found:
         rows += [{**dataclasses.asdict(row), "round_trip": answer.round_trip} for row in answer.rows]
+        label = answer.goal.settings.name
         if answer.error:
-            rows.append({"host": answer.goal.settings.name, "error": answer.error})
+            rows.append({"host": label, "error": answer.error})
+        elif name is not None and nowhere:
+            row = dataclasses.asdict(absent(answer.goal, answer.facts, name))
+            rows.append({**row, "run_id": None, "round_trip": answer.round_trip})
     return rows
 
 
@@ -264,8 +280,19 @@ def check_name(goal: Target, facts: Iterable[Mapping[str, Any]], name: str | Non
     )
 
 
+def absent(goal: Target, facts: Mapping[str, Any], name: str) -> Row:
+    """The row of a name that has no run on a host."""
+    host = None if goal.settings.name == "localhost" else goal.settings.name
+    told = verdict(None, facts["time"], host=host)
+    near = nearest(name, {run["name"] for run in facts["runs"]})
+    default = goal.settings.run or goal.project.default_run
+    run = f" --run {name}" if name in goal.project.runs and name != default else f" --name {name}"
+    return Row(goal.settings.name, "", name, told.word, f"{told.reason}{near}", f"{told.next_command}{run}")
+
+
 def nothing(goal: Target, facts: Mapping[str, Any], name: str | None) -> str:
-    """The sentence for a host, or a name, without runs."""
+    """What is said of a host, or a name, without runs."""
     if name is None:
         return f"no runs on {goal.settings.name}; fab deploy starts one"
-    return f"no run of {name} on {goal.settings.name}{nearest(name, {run['name'] for run in facts['runs']})}"
+    told = absent(goal, facts, name)
+    return f"{told.host}  {name}  {told.verdict}  {told.reason}\n    next: {told.next_command}"

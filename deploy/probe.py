@@ -26,12 +26,15 @@ started finished engine_started gone unknown}: gone if the engine has it no more
 could not be asked. A process's `nspid` is its pid as its own files call it. `running` is what the trainer
 really runs with, {argv environment image_id started files [{path modified}]}, from /proc (its files: what its
 command line names); null where that cannot be read.
-A process has `io` like `cpu_ticks`, [bytes read, of these from a disk, bytes written] each; `wait` and
-`threads` if it used no CPU meanwhile (see `deploy.waits`), `reading` if it read much, `stdout_file` if it
-prints into one, `ended` (a wait status) if nobody has waited for its end. `gpus` of a run: see
-`deploy.run_devices`; `weights` {path there}; `deleted` weights
-that its ranks have open and that were removed; `memory_group` {oom_kills limit}; `reference` {run_id
-tokens_per_second steps} of its name and its own speed over as many steps, `recent`.
+A process has `io` like `cpu_ticks`, [bytes read, of these from a disk, bytes written] each; `ran`, too, the
+nanoseconds that its threads have computed; `wait` and `threads` if it used no CPU meanwhile (see
+`deploy.waits`), `reading` if it read much, `stdout_file` if it prints into one, `ended` (a wait status) if
+nobody has waited for its end. `gpus` of a run: see `deploy.run_devices`; `log` {bytes last_write
+first_bytes_offset tail last_line free_bytes}, the last line being the newest that is not launch's own;
+`oom_kills_since`: of a run whose launch is gone without a word, how many the kernel has counted since it began;
+`weights` {path there}; `deleted` weights that its ranks have open and that were removed; `memory_group`
+{oom_kills limit}; `reference` {run_id tokens_per_second steps} of its name and its own speed over as many
+steps, `recent`.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ from deploy import contained, engine, files, machine, procfs, run_devices, run_p
 from trainer import status
 
 RUNS_PER_NAME = 20
+OURS = "── "  # begins each of launch's own lines in a log
 TAIL_BYTES = 4096
 METRICS_BYTES = 1 << 15  # the end of metrics.jsonl that is read: about 60 records
 WINDOW = 100  # steps over which a run's speed is held against its reference
@@ -254,6 +258,7 @@ class Probe:
         alive = run.alive()
         launch = self.object(run.path / "launch.json")
         launched = number(launch, "time")
+        ended = self.object(run.path / "exit.json")
         return {
             "run_id": run.path.name,
             "name": name,
@@ -263,7 +268,8 @@ class Probe:
             "run": self.object(run.path / "run.json"),
             "launch": launch,
             "heartbeats": self.heartbeats(run),
-            "exit": self.object(run.path / "exit.json"),
+            "exit": ended,
+            "oom_kills_since": self.oom_kills(launch, alive or bool(ended)),
             "switch": self.object(run.path / "switch.json"),
             "log": self.log(run),
             "boot": self.boot(run.path / "boot.json"),
@@ -295,6 +301,14 @@ class Probe:
                 pids = [one["pid"] for one in run["processes"] if one["nspid"] in ranks]
                 run["deleted"] = running.deleted(pids)
 
+    def oom_kills(self, launch: dict[str, Any] | None, ended: bool) -> int | None:
+        """Kills for want of memory on this machine since a launch began that is gone without a word."""
+        before, now = number(launch, "oom_kills"), procfs.oom_kills()
+        since, booted = number(launch, "time"), procfs.boot_time()
+        if ended or before is None or now is None or since is None or since < (booted or 0):
+            return None
+        return max(0, now - int(before))
+
     def heartbeats(self, run: status.RunDir) -> dict[str, Any]:
         found = {}
         for entry in self.entries(run.path / "status"):
@@ -313,7 +327,7 @@ class Probe:
             if offset.isdigit() and rest == "log":
                 segments.append((int(offset), run.log / entry))
         result: dict[str, Any] = {"bytes": 0, "last_write": None, "first_bytes_offset": 0, "tail": []}
-        result["free_bytes"] = None
+        result["free_bytes"] = result["last_line"] = None
         if segments:
             segments.sort()
             start, newest = segments[-1]
@@ -324,6 +338,7 @@ class Probe:
                     text = file.read().decode("utf-8", "replace")
                 lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
                 result.update(bytes=start + info.st_size, last_write=info.st_mtime, tail=lines[-3:])
+                result["last_line"] = next((line for line in lines[::-1] if not line.startswith(OURS)), None)
                 result["first_bytes_offset"] = segments[0][0]
                 space = os.statvfs(run.log)
                 result["free_bytes"] = space.f_bavail * space.f_frsize

@@ -19,6 +19,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 TICK = os.sysconf("SC_CLK_TCK")
 PF_KTHREAD = 0x00200000  # among the flags in /proc/<pid>/stat
 RANKS = (b"WORLD_SIZE", b"RANK", b"LOCAL_WORLD_SIZE", b"LOCAL_RANK")  # as torchrun and its like give them
+MOST_THREADS = 128  # of one process are asked what each has computed
+LOOPBACK = (b"localhost", b"127.0.0.1", b"::1")
 
 
 def begin(start: dict[str, Any], errors: Any) -> subprocess.Popen[bytes]:
@@ -216,6 +218,7 @@ def describe(process: dict[str, Any], booted: float | None) -> dict[str, Any]:
         "wait": None,
         "threads": None,
         "cpu_ticks": [process["ticks"]],
+        "ran": [],
         "io": [],
         "rss": process["rss"],
         "cmdline": [word.decode("utf-8", "replace") for word in arguments],
@@ -234,7 +237,10 @@ def ranks(pid: int) -> dict[str, int]:
 
 
 def _ranks(variables: dict[bytes, bytes]) -> dict[str, int]:
-    return {name.decode(): int(variables[name]) for name in RANKS if variables.get(name, b"").isdigit()}
+    told = {name.decode(): int(variables[name]) for name in RANKS if variables.get(name, b"").isdigit()}
+    if "WORLD_SIZE" in told and variables.get(b"MASTER_ADDR") in LOOPBACK:  # then all of them are here
+        told.setdefault("LOCAL_WORLD_SIZE", told["WORLD_SIZE"])
+    return told
 
 
 def io(pid: int) -> list[int] | None:
@@ -244,6 +250,31 @@ def io(pid: int) -> list[int] | None:
         return [int(found[key]) for key in (b"rchar", b"read_bytes", b"wchar")]
     except (KeyError, ValueError):
         return None
+
+
+def ran(pid: int) -> int | None:
+    """Nanoseconds that the threads of a process have computed; None where the kernel does not say.
+
+    Ticks are too coarse to tell a little work every few milliseconds from none. Threads that have ended do
+    not count; a process with very many is left to its ticks.
+    """
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return None
+    words = [read(pid, f"task/{task}/schedstat").split(b" ")[0] for task in tasks[: MOST_THREADS + 1]]
+    counts = [int(word) for word in words if word.isdigit()]
+    return sum(counts) if counts and len(words) <= MOST_THREADS else None
+
+
+def oom_kills() -> int | None:
+    """How many processes the kernel of this machine has killed for want of memory since it started."""
+    try:
+        text = Path("/proc/vmstat").read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def link(pid: int, name: str) -> str | None:

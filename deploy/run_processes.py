@@ -33,14 +33,15 @@ def add(runs: list[dict[str, Any]], sample: float) -> None:
         return
     for process in chosen:
         process["io"] = _once(procfs.io(process["pid"]))
+        process["ran"] = _once(procfs.ran(process["pid"]))
     time.sleep(max(0.0, sample - (time.monotonic() - began)))
     waits, budget = Waits(), ALL_THREADS
     for process in chosen:
         budget -= _again(process, table[process["pid"]]["start"], waits, min(MOST_THREADS, budget), sample)
 
 
-def _once(counts: list[int] | None) -> list[list[int]]:
-    return [counts] if counts else []
+def _once(value: Any) -> list[Any]:
+    return [] if value is None else [value]
 
 
 def _of(run: dict[str, Any], table: dict[int, dict[str, Any]]) -> list[int]:
@@ -74,6 +75,7 @@ def _again(process: dict[str, Any], start: int, waits: Waits, most: int, sample:
         return 0
     process["cpu_ticks"].append(now["ticks"])
     process["state"], process["ended"] = now["state"], now["ended"]
+    process["ran"] += _once(procfs.ran(pid)) if process["ran"] else []
     counts = procfs.io(pid)
     if process["io"] and counts:
         process["io"].append(counts)

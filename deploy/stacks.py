@@ -54,6 +54,8 @@ def choose(facts: Mapping[str, Any], host: str, name: str, run_id: str | None) -
     if not living:
         run = next(run for run in runs if run["path"] == path)
         ended = run["exit"] or {}
+        if not ended and run["launch"]:
+            raise DeployError(lost(run, host))
         how = (
             f"{ended['reason']} with exit code {ended['code']}"
             if {"reason", "code"} <= set(ended)
@@ -64,6 +66,20 @@ def choose(facts: Mapping[str, Any], host: str, name: str, run_id: str | None) -
             f"fab tail --run-id {run['run_id']} shows its last lines"
         )
     return living[-1]
+
+
+def lost(run: Mapping[str, Any], host: str) -> str:
+    """The sentence for a run whose launch is gone without a word."""
+    left = [one["pid"] for one in run.get("processes") or () if one.get("state") not in ("Z", "X")]
+    there = "" if host == "localhost" else f" --host {host}"
+    how = "the machine restarted" if run.get("rebooted") else "it was killed"
+    head = f"{run['run_id']} on {host} has lost its launch ({how})"
+    if not left:
+        command = f"fab tail{there} --run-id {run['run_id']}"
+        return f"{head}, and no process of it is left; {command} shows its last lines"
+    each = " and ".join(f"fab stacks{there} --pid {pid}" for pid in left[:4])
+    many = f"{plural(len(left), 'process')} of it {'is' if len(left) == 1 else 'are'} left"
+    return f"{head}, and {many}: {each} shows what each does"
 
 
 def check(told: Mapping[str, Any], pid: int | None) -> None:

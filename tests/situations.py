@@ -88,6 +88,14 @@ while True:
         pass
     time.sleep(0.06)
 """
+# A little work every 5 ms, and lines that stay in its buffer.
+HARDLY = """
+import time
+print("epoch 1")
+while True:
+    sum(range(3000))
+    time.sleep(0.005)
+"""
 WAITS = "import time\nprint('epoch 1')\ntime.sleep(1000)\n"
 LOCKS = """
 import threading
@@ -102,6 +110,7 @@ threading.Thread(target=hold, args=(second, first)).start()
 print("ready", flush=True)
 hold(first, second)
 """
+MUTE_LOCK = "import threading\nprint('epoch 1')\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()\n"
 RECEIVES = (
     ONE_STEP
     + """
@@ -143,6 +152,31 @@ for rank in "01":
 print("started", flush=True)
 child.wait()
 time.sleep(1000)
+"""
+# As launchers give numbers that do not say how many there are on this host.
+KILLED_RANK = """
+import os, signal, subprocess, sys, time
+children = []
+for rank in "012":
+    more = {"WORLD_SIZE": "3", "RANK": rank, "LOCAL_RANK": rank}
+    source = "print(0, flush=True); import time; time.sleep(1000)"
+    children.append(subprocess.Popen([sys.executable, "-S", "-c", source], env={**os.environ, **more},
+                                     stdout=subprocess.PIPE))
+for child in children:
+    child.stdout.readline()
+children[1].kill()
+os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)
+print("started", flush=True)
+time.sleep(1000)
+"""
+C_WORKS = """
+#include <stdio.h>
+#include <time.h>
+#include <unistd.h>
+int main(void) {
+    for (puts("epoch 1");; usleep(60000))
+        for (clock_t until = clock() + CLOCKS_PER_SEC / 50; clock() < until;) {}
+}
 """
 LOADER = (
     ONE_STEP
@@ -242,6 +276,13 @@ def situations(root: Path, port: int, out: Path) -> dict[str, Situation]:
         "buffered": Situation(
             [*into, str(out / "busy.txt"), *buffered, WORKS], lambda run: named(run, "python")
         ),
+        "mute": Situation([*buffered, WORKS], runs_python),
+        "mute-idle": Situation([*buffered, WAITS], runs_python),
+        "mute-isolated": Situation([sys.executable, "-I", "-S", "-c", WORKS], runs_python),
+        "mute-lock": Situation(["env", "-u", "PYTHONUNBUFFERED", sys.executable, "-c", MUTE_LOCK], locked),
+        "mute-c": Situation([compiled(root)], trainer),
+        "hardly": Situation([*buffered, HARDLY], runs_python),
+        "killed-rank": Situation(python(KILLED_RANK), said("started")),
         "idle": Situation([*into, str(out / "idle.txt"), *buffered, WAITS], runs_python),
         "elsewhere": Situation([*into, str(out / "lines.txt"), *python(PRINTS)], lambda run: out_has(out)),
         "lock": Situation(LOCKS, lambda run: said("ready")(run) and waits_in(run, "S")),
@@ -270,6 +311,17 @@ def situations(root: Path, port: int, out: Path) -> dict[str, Situation]:
 
 def runs_python(run: status.RunDir) -> bool:
     return named(run, "python")
+
+
+def locked(run: status.RunDir) -> bool:
+    return bool(trainer(run)) and procfs.read(trainer(run), "wchan").startswith(b"futex")
+
+
+def compiled(root: Path) -> str:
+    """A program of C that is busy and prints into its buffer."""
+    path = root / "works"
+    subprocess.run(["gcc", "-x", "c", "-o", path, "-"], input=C_WORKS.encode(), check=True)
+    return str(path)
 
 
 def named(run: status.RunDir, program: str) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import platform
 import re
+import select
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,12 @@ from trainer.processes import Process, read_bytes, read_process
 from trainer.status import Run
 
 PROOF_SECONDS = 1.0  # how long to wait for the kernel to show the new program's environment
+WRAPPED_SECONDS = 0.1  # how long to wait for a wrapper to become the program that it was told to run
+# Programs that most often replace themselves by another one.
+WRAPPERS = frozenset((
+    "env", "sh", "bash", "dash", "ash", "ksh", "zsh", "busybox", "toybox", "coreutils", "nice", "ionice",
+    "nohup", "stdbuf", "setsid", "taskset", "numactl", "chrt", "setpriv", "prlimit", "chroot", "unshare",
+))  # fmt: skip
 INITS = ("tini", "docker-init", "tini-static", "dumb-init", "catatonit")
 
 _PYTHON = re.compile(r"(python|pypy)\d*(\.\d+)*t?")
@@ -97,6 +104,23 @@ def program_of(pid: int) -> str:
         return ""
 
 
+def wraps(pid: int) -> bool:
+    """Whether a process runs what most often only starts another program in its own place."""
+    return program_of(pid) in WRAPPERS
+
+
+def settled(pid: int, reading: int) -> bool:
+    """Wait a moment for `env python3 …` to become Python; whether it is no wrapper any more.
+
+    `reading` is the end that its output comes from: no byte ever waits for this.
+    """
+    deadline = time.monotonic() + WRAPPED_SECONDS
+    while wraps(pid):
+        if select.select([reading], [], [], 0.001)[0] or time.monotonic() > deadline:
+            return not wraps(pid)
+    return True
+
+
 def prove(pid: int) -> Buffering:
     """Judge a process that was just started by what the kernel says of it."""
     deadline = time.monotonic() + PROOF_SECONDS
@@ -161,6 +185,14 @@ def under_init(parent: int) -> str:
     return process.name if process and process.name in INITS else ""
 
 
+def stdout_words(buffering: Buffering, pid: int) -> str:
+    """What the banner says of stdout: ``stdout unbuffered (-u; from /proc/123)``."""
+    if buffering.unbuffered is None:
+        return f"stdout {buffering.why}"
+    how = buffering.how if buffering.unbuffered else "BUFFERED"
+    return f"stdout {how} ({buffering.why}; from /proc/{pid})"
+
+
 def banner(
     run: Run,
     attempt: int,
@@ -183,12 +215,7 @@ def banner(
     parts.append(f"image {shown}" if shown else "no image")
     if python:
         parts.append(python)
-    if buffering.unbuffered:
-        parts.append(f"stdout {buffering.how} ({buffering.why}; from /proc/{pid})")
-    elif buffering.unbuffered is None:
-        parts.append(f"stdout {buffering.why}")
-    else:
-        parts.append(f"stdout BUFFERED ({buffering.why}; from /proc/{pid})")
+    parts.append(stdout_words(buffering, pid))
     parts.append(f"under {init}" if init else "no tini: launch reaps")
     parts.append(time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now)))
     parts += warned

@@ -91,7 +91,8 @@ def conclude(end: End, attempts: int, run: Run, stopping: str | None) -> tuple[s
         return "finished", f"finished after {duration(end.seconds)}"
     if end.code == USAGE and end.signal is None:
         return "failed", f"failed: ended {how(end)}: its command line or settings are wrong"
-    tried = f" (attempt {attempts}; at most {run.restart_attempts} restarts in {run.restart_minutes:g} min)"
+    restarts = f"{run.restart_attempts} restart{'' if run.restart_attempts == 1 else 's'}"
+    tried = f" (attempt {attempts}; at most {restarts} in {run.restart_minutes:g} min)"
     return "failed", f"failed: ended {how(end)} after {duration(end.seconds)}{tried if attempts > 1 else ''}"
 
 

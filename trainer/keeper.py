@@ -53,7 +53,7 @@ class Keeper:
         """`lock`: the descriptor of the run's lock. Raises OSError if the run directory cannot be written."""
         self.directory = directory
         self.run = run
-        self.state = Launch(pid=os.getpid(), attempt=0)
+        self.state = Launch(pid=os.getpid(), attempt=0, oom_kills=count_kills().machine)
         self.log = Log(directory.log, int(run.segment_bytes), int(run.segments))
         directory.write_launch(self.state)
         self._reserve = directory.path / ".reserve"
@@ -72,6 +72,7 @@ class Keeper:
         self._dump: Dump | None = None
         self._status: int | None = None  # the trainer's wait status, once it has ended
         self._pipe = -1
+        self._unproven = False  # whether the banner met a wrapper that was about to become another program
         self._age_zero = 0.0
         self._looks: list[float] = []
         self._told: set[int] = set()
@@ -110,12 +111,17 @@ class Keeper:
 
     def say(self, text: str) -> None:
         """A line of launch's own, in the log and on stdout."""
+        self._note(text)
+        self._save()  # (so that nobody takes it for the trainer's output)
+
+    def _note(self, text: str) -> None:
         line = note(text)
         self.log.write_line(line)
         self._forward.put(line, 1)
 
     def _attempt(self) -> End:
         self._records, self._tail, self._status, self._told = Records(), Tail(), None, set()
+        self.state.output, self.state.output_time = 0, None
         before, began = count_kills(), time.monotonic()
         given = given_environment(os.environb, self.run)
         ends: list[int] = []
@@ -128,7 +134,7 @@ class Keeper:
         except CannotStart as error:
             for descriptor in ends:
                 os.close(descriptor)
-            self.say(self._banner(0, banner.warnings(given)))
+            self.say(self._banner(0, -1, banner.warnings(given)))
             return End(error.code, sentence=str(error))
         reading, writing = ends
         os.close(writing)
@@ -136,7 +142,7 @@ class Keeper:
         assert trainer is not None  # it is ours and was not waited for
         self._family.begin(trainer)
         self._guard.watch(trainer)
-        self.say(self._banner(popen.pid, banner.warnings(given)))
+        self._note(self._banner(popen.pid, reading, banner.warnings(given)))
         self.state.trainer_pid, self.state.trainer_started = popen.pid, time.time()
         self._save()
         self._pipe, self._age_zero, self._looks = reading, began, list(LOOK_SECONDS)
@@ -157,7 +163,8 @@ class Keeper:
             short = out_of_memory(before, count_kills(), number == signal.SIGKILL)
         return End(code, number, short, seconds=seconds)
 
-    def _banner(self, pid: int, warned: list[str]) -> str:
+    def _banner(self, pid: int, reading: int, warned: list[str]) -> str:
+        self._unproven = bool(pid) and not banner.settled(pid, reading)
         buffering = (
             banner.prove(pid) if pid else banner.Buffering(None, "unknown: the trainer was not started")
         )
@@ -203,6 +210,8 @@ class Keeper:
             self._close_pipe()
             return
         self.log.write(data)
+        self.state.output += len(data)
+        self.state.output_time = time.time()
         for block in self._records.feed(data, time.monotonic()):
             self._forward.put(*block)
         self._tail.feed(data)
@@ -246,6 +255,7 @@ class Keeper:
 
     def _save(self) -> None:
         self.state.stdout_dropped, self.state.log_missing = self._forward.dropped, self.log.missing
+        self.state.offset = self.log.offset
         self.state.time = time.time()
         with contextlib.suppress(OSError):  # a full disk; the next change tries again
             self.directory.write_launch(self.state)
@@ -326,8 +336,12 @@ class Keeper:
         if self.run.tty:
             return  # there they write each line at its end
         pipe = os.readlink(f"/proc/self/fd/{self._pipe}") if self._pipe >= 0 else ""
-        # The banner told of the main process.
         main = self._family.trainer.pid if self._family.trainer else 0
+        if self._unproven and not banner.wraps(main):
+            self._unproven = False
+            told = banner.stdout_words(banner.prove(main), main)
+            self.say(f"pid {main} has become {banner.program_of(main)}: {told}")
+        # The banner told of the main process.
         others = [p for p in self._family.members() if p.pid not in self._told | {main}]
         for pid, why in banner.buffered_writers(others, pipe):
             self._told.add(pid)

@@ -271,6 +271,7 @@ def memory() -> tuple[int, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), peak
+            now = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            return now, max(now, peak)  # the kernel notes a new peak later than it happens
     except OSError:
         return peak, peak

@@ -178,6 +178,12 @@ class Launch:
     stopping: str | None = None  # who asked, once a stop was asked for
     answered: dict | None = None  # {id, action, outcome, time, log: offsets} of the last dump-stacks
     log_missing: int = 0  # bytes that log/ could not take; a line in it says so where they are missing
+    # What the trainer itself has printed, apart from launch's own lines: so much, up to `offset` of the log.
+    # launch.json is written after each of these lines, so all that lies behind `offset` is the trainer's.
+    output: int = 0  # bytes of this attempt
+    output_time: float | None = None  # when the newest of them came, Unix time, s
+    offset: int | None = None  # None: not told, by an older launch
+    oom_kills: int | None = None  # the machine's count of kills for want of memory when launch began
     time: float = field(default_factory=time.time)
     schema: int = SCHEMA
 

@@ -320,7 +320,10 @@ def test_prune_shows_what_goes_asks_and_keeps_what_start_and_rollback_need(fab: 
 def test_a_name_that_nobody_knows_is_a_mistake_and_one_without_a_run_is_not(fab: Fab) -> None:
     done = fab.run("status", "--name", "dmeo")
     assert (done.returncode, done.stderr) == (2, "there is no dmeo on localhost; did you mean demo?\n")
-    assert fab.ok("status", "--name", "demo") == "no run of demo on localhost\n"
+    absent = "localhost  demo  absent  no run of this name on this host\n    next: fab deploy --name demo\n"
+    assert fab.ok("status", "--name", "demo") == absent
+    (row,) = json.loads(fab.ok("status", "--name", "demo", "--json"))
+    assert (row["verdict"], row["run_id"], row["next_command"]) == ("absent", None, "fab deploy --name demo")
 
 
 def test_ctrl_c_while_the_command_is_only_beginning_ends_it_without_a_traceback(fab: Fab) -> None:

@@ -55,6 +55,44 @@ def test_the_banner_says_when_output_is_held_back_or_cannot_be_judged(tmp_path, 
     assert words in run.notes[0]
 
 
+def test_the_banner_waits_for_a_wrapper_to_become_python_but_never_with_a_line(tmp_path):
+    """A wrapper that takes a while is told of when it is through."""
+    wrapper = [
+        "sh",
+        "-c",
+        'echo early; until [ -e "$DRAFTHOUSE_RUN_DIR/go" ]; do sleep 0.02; done; exec "$@"',
+        "sh",
+        "env",
+        "-u",
+        "PYTHONUNBUFFERED",
+    ]
+    quick = ["env", *python("import time; time.sleep(0.3)")]
+    slow = [*wrapper, *python("import time; time.sleep(600)")]
+    with launched(tmp_path / "a", quick) as first, launched(tmp_path / "b", slow) as second:
+        first.finish()
+        second.wait_for_log(b"early")
+        (tmp_path / "b" / "go").touch()
+        second.wait_for_log(b"has become python")
+    assert "stdout unbuffered (PYTHONUNBUFFERED=1; from /proc/" in first.notes[0]
+    assert re.search(r"stdout unknown: \w*sh is not Python", second.notes[0])
+    assert "stdout BUFFERED (neither PYTHONUNBUFFERED nor -u; from /proc/" in second.notes[1]
+
+
+def test_what_the_trainer_printed_is_counted_without_launchs_own_lines(tmp_path):
+    source = HOLD + "print('eleven here', flush=True); hold('go'); print('four', flush=True); hold('end')"
+    with launched(tmp_path, python(source), tty=True) as run:
+        run.wait_for_log(b"eleven here")
+        run.directory.ask("dump-stacks", by="ada@desk")  # launch answers with lines of its own
+        state = wait_for(lambda: (told := run.directory.launch()).answered and told)
+        assert (state.output, state.offset) == (12, len(run.raw_log))
+        assert state.output_time <= state.time
+        (tmp_path / "go").touch()
+        run.wait_for_log(b"four")
+        assert len(run.raw_log) - state.offset == 5
+        (tmp_path / "end").touch()
+        run.finish()
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [

@@ -38,25 +38,37 @@ def judged(facts: dict[str, Any], name: str, later: float = 0.0) -> Verdict:
     return verdict(run_of(facts, name), facts["time"] + later, sample=facts["sample_seconds"])
 
 
+HELD = r"its output is held back in its buffer \(pid \d+ prints into a pipe, without PYTHONUNBUFFERED or -u\)"
 # (situation, seconds until it is judged, word, what the reason must say, the next task). ADDRESS and ORPHAN
 # stand for what was staged.
 EXPECTED = [
     ("training", 0, "training", r"^step \d+/600, last step \d s ago$", "tail"),
-    ("foreign", 90, "training", r"sends no heartbeat; .* last line: epoch 1$", "tail"),
+    ("foreign", 0, "training", r"^sends no heartbeat; [\d,]+ bytes of output, .* line: epoch 1$", "tail"),
+    ("foreign", 90, "training", r", the newest \d+ s ago, 1 process using .* last line: epoch 1$", None),
+    ("mute", 0, "starting", r"^began \d+ s ago, no output and no heartbeat yet", None),
+    ("mute", 30, "starting", rf"no heartbeat yet, 1 process using 0.\d CPUs, {HELD}", "peek"),
+    ("mute", 90, "silent", rf"^sends no heartbeat, no output yet after .* CPUs, {HELD}", "peek"),
+    ("mute-idle", 30, "starting", rf"using no CPU, waiting asleep .*, {HELD}", "peek"),
+    ("mute-idle", 90, "stalled", rf"using no CPU, waiting asleep .*, {HELD}", "peek"),
+    ("mute-isolated", 90, "silent", r"held back in its .* -I makes Python ignore PYTHONUNBUFFERED", "peek"),
+    ("mute-lock", 90, "stalled", rf"using no CPU, waiting in a lock \(futex\), {HELD}", "peek"),
+    ("mute-c", 90, "silent", r"may be held back by its C library \(pid \d+ prints into a pipe; tty", "tail"),
+    ("hardly", 90, "silent", rf"using hardly any CPU \(\d.\d % of one\), .*{HELD}", "peek"),
+    ("killed-rank", 0, "stalled", r"^rank 1 \(pid \d+\) was killed by signal 9, of 3 ranks, ", "restart"),
     ("elsewhere", 0, "training", r"prints into /\S+/out/lines.txt, \d+ bytes, the newest 0 s ago", "tail"),
     ("loading", 0, "loading", r"but it reads \d+\.\d MB/s, model.bin: \d+\.\d MB of 34.4 GB$", "tail"),
-    ("loading", LATER, "loading", r"no output for 10 min, but it reads .*model.bin", "tail"),
-    ("compiling", LATER, "compiling", r"no output for 10 min, but pid \d+ \(cc1\) compiles", "tail"),
+    ("loading", LATER, "loading", r"no output yet after 10 min, but it reads .*model.bin", "tail"),
+    ("compiling", LATER, "compiling", r"no output yet after 10 min, but pid \d+ \(cc1\) compiles", "tail"),
     (
         "buffered", LATER, "silent",
         r"using 0.\d CPUs, its output is held back in its buffer \(pid \d+ prints into a file, without "
         r"PYTHONUNBUFFERED or -u\); fab peek shows it$", "peek",
     ),
-    ("idle", LATER, "stalled", r"using no CPU, waiting asleep .*, its output is held back in", "stacks"),
+    ("idle", LATER, "stalled", r"using no CPU, waiting asleep .*, its output is held back in", "peek"),
     ("lock", LATER, "stalled", r"waiting in a lock \(futex\), and so does each of its other 1 th", "stacks"),
     ("socket", LATER, "stalled", r"using no CPU, waiting on a socket to ADDRESS \(recvfrom\)$", "stacks"),
     ("poll", LATER, "stalled", r"waiting on a socket to ADDRESS \(poll\)$", "stacks"),
-    ("halted", 0, "stalled", r"^step \d+/600, .*, 1 process using no CPU, halted by a signal", "tail"),
+    ("halted", 0, "stalled", r"^step \d+/600, .*, 1 process halted by a signal \(kill -CONT \d+ l", "-CONT"),
     ("rank", 30, "stalled", r"^rank 1 \(pid \d+\) was killed by signal 11, of 2 ranks, ", "restart"),
     ("foreign-rank", 0, "stalled", r"^rank 1 of 2 on this host is gone, ", "restart"),
     ("loader", 0, "training", r"^step 41/600, last step \d+ s ago$", "tail"),
@@ -66,13 +78,17 @@ EXPECTED = [
         r"a child of pid \d+, was killed by signal 9, which its parent has not noticed", "stacks",
     ),
     ("traceback", 0, "failed", r"exit code 1, last line: ValueError: loss is nan$", "tail"),
-    ("finished", 0, "finished", r"^ended \d+ s ago$", None),
+    ("finished", 0, "finished", r"^ended \d+ s ago$", "tail"),
     ("stopped", 0, "stopped", r"exit code 0, asked by ada@desk$", "start"),
     ("killed", 0, "failed", r"exit code 137 \(signal 9\), SIGKILL from somebody else", "tail"),
-    ("keeper", 0, "failed", r"^gone without a record of its end: launch was killed", "tail"),
+    (
+        "keeper", 0, "failed",
+        r"^gone without a record of its end: launch was killed by somebody \(the kernel has killed nothing|"
+        r"^gone .* launch was killed, maybe for want of memory .the kernel counts \d+ kill", "tail",
+    ),
     ("lost", 0, "gpu-lost", r"^GPU 1 is lost \(as NVML says\); reset it .*, step 41/600", "restart"),
     ("device", LATER, "silent", r"using no CPU, GPU 2 at 97 % \(which alone proves no progress\)", "stacks"),
-    ("orphan", 0, "finished", r"pid ORPHAN of it was left behind, which holds 21.0 GB of GPU 0: ", None),
+    ("orphan", 0, "finished", r"pid ORPHAN of it was left behind, which holds 21.0 GB of GPU 0: ", "tail"),
     ("after-orphan", 0, "training", r"GPU 0 is also held by pid ORPHAN with 21.0 GB, left of run", "tail"),
     ("attempts", 0, "failed", r"exit code 1, all 2 attempts used up, last line: ValueError", "tail"),
     ("weights", 0, "training", r"its weights /\S+/toy@0123456789ab were deleted", "tail"),
@@ -89,7 +105,7 @@ def test_a_real_situation_gets_its_verdict(world, name, later, word, reason, tas
     wanted = reason.replace("ADDRESS", re.escape(here.address)).replace("ORPHAN", str(here.orphan))
     assert found.word == word, found
     assert re.search(wanted, found.reason), found
-    assert (found.next_command or "").split()[1:2] == ([task] if task else [])
+    assert task is None or (found.next_command or "").split()[1:2] == [task]
 
 
 @pytest.mark.root

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy import health_work
+from deploy import health_output
 from deploy.health import WORDS, verdict
 
 CASES = sorted((Path(__file__).resolve().parent.parent / "cases").glob("*.json"))
@@ -72,7 +72,7 @@ def test_the_rank_that_is_furthest_behind_speaks_for_the_run():
 
 def test_heartbeats_of_an_earlier_attempt_do_not_speak_for_this_one():
     run = case("training")["run"]
-    run["launch"]["attempt"] = 2
+    run["launch"].update(attempt=2, output=0, offset=run["log"]["bytes"])
     assert verdict(run, case("training")["time"]).word == "starting"
 
 
@@ -149,6 +149,95 @@ def test_a_wait_for_a_network_disk_is_named():
     assert "for a network disk (its server is away?)" in verdict(stalled["run"], stalled["time"]).reason
 
 
+def test_a_halt_is_the_reason_whatever_was_computed_before_it_within_the_sample():
+    halted = case("stalled-halted-training")
+    for item in halted["run"]["processes"]:
+        item["cpu_ticks"] = [100, 108]
+    found = verdict(halted["run"], halted["time"])
+    assert (found.word, found.next_command) == ("stalled", "kill -CONT 22413")
+    assert "halted by a signal" in found.reason
+    assert "CPUs" not in found.reason
+
+
+def own_command(**launch) -> tuple[dict, float]:
+    """Two minutes after the start of a command of somebody's own, of which launch counts the output."""
+    told = case("training-own-command")
+    now = told["run"]["launch"]["trainer_started"] + 120
+    told["run"]["launch"].update({"output": 0, "output_time": None, "offset": 211, **launch})
+    told["run"]["log"].update(bytes=211, last_write=now - 100)
+    return told["run"], now
+
+
+def test_launchs_own_lines_are_no_output():
+    run, now = own_command()
+    assert "no output yet after 2 min" in verdict(run, now).reason
+    run["log"]["tail"] = ["── drafthouse run 0001-demo", "── pid 7 holds its output back"]
+    assert "last line" not in verdict(run, now).reason
+
+
+def test_output_is_what_launch_has_counted_and_what_came_since():
+    run, now = own_command(output=8, output_time=1.0)
+    run["log"].update(bytes=219, last_write=now - 20)
+    found = verdict(run, now)
+    assert found.word == "training"
+    assert "16 bytes of output, the newest 20 s ago" in found.reason
+    run, now = own_command(output=8)
+    run["launch"]["output_time"] = now - 50  # then came a line of launch's own
+    assert "8 bytes of output, the newest 50 s ago" in verdict(run, now).reason
+
+
+def test_a_command_that_has_printed_in_its_first_minute_trains_and_ours_still_starts():
+    run, now = own_command(output=8, output_time=1.0)
+    now -= 90
+    run["launch"]["output_time"] = now - 5
+    assert verdict(run, now).word == "training"
+    run["run"]["command"] = ["/opt/venv/bin/python", "-u", "-m", "trainer", "--resume", "auto"]
+    found = verdict(run, now)
+    assert found.word == "starting"
+    assert found.reason.startswith("no heartbeat yet; 8 bytes of output")
+
+
+@pytest.mark.parametrize(
+    ("living", "dead", "words"),
+    [
+        ([0, 2], [9], "rank 1 (pid 70) was killed by signal 9, of 3 ranks"),
+        ([0, 1], [9], "rank 2 (pid 70) was killed by signal 9, of 3 ranks"),
+        ([0], [256, 9], "rank 1 (pid 70) has ended with exit code 1; rank 2 (pid 71) was killed by signal 9"),
+        ([0], [256], "a rank (pid 70) has ended with exit code 1, of 3 ranks"),
+        ([0, 2], [], "rank 1 of 3 is gone"),
+        ([0, 1], [], None),  # the last one may be on another machine
+        ([0, 2], [0], None),  # it has ended well, earlier than the others
+    ],
+)
+def test_a_dead_rank_is_known_by_the_numbers_of_the_others(living, dead, words):
+    run, now = own_command()
+    launch, _, trainer = run["processes"]
+    run["processes"] = [launch, trainer]
+    for rank in living:
+        ranks = {"WORLD_SIZE": 3, "RANK": rank, "LOCAL_RANK": rank}
+        run["processes"].append({**trainer, "pid": 60 + rank, "ppid": trainer["pid"], "ranks": ranks})
+    for place, ended in enumerate(dead):
+        gone = {"pid": 70 + place, "ppid": trainer["pid"], "state": "Z", "ended": ended, "cmdline": []}
+        run["processes"].append(gone)
+    found = verdict(run, now)
+    assert (words or "") in found.reason
+    assert ("rank" in found.reason) is (words is not None)
+
+
+def test_a_killed_launch_is_explained_by_the_kernels_count():
+    gone = case("failed-without-a-record")
+    gone["run"]["oom_kills_since"] = 0
+    assert "killed by somebody (the kernel has killed nothing" in verdict(gone["run"], gone["time"]).reason
+    gone["run"]["oom_kills_since"] = 2
+    assert "the kernel counts 2 kills since it began" in verdict(gone["run"], gone["time"]).reason
+
+
+def test_a_finished_run_with_a_checkpoint_is_brought_home():
+    finished = case("finished")
+    finished["run"]["exit"]["last_checkpoint"] = {"step": 600}
+    assert verdict(finished["run"], finished["time"]).next_command == "fab pull --name demo"
+
+
 @pytest.mark.parametrize(
     ("words", "variable", "held"),
     [
@@ -170,7 +259,7 @@ def test_a_wait_for_a_network_disk_is_named():
 @pytest.mark.parametrize("stdout", ["pipe:[1]", "/out.txt", "/dev/null", "/dev/pts/1", "socket:[1]", None])
 def test_held_back_output_is_told_from_all_that_python_looks_at(words, variable, held, stdout):
     item = {"cmdline": words, "unbuffered": variable, "stdout": stdout}
-    assert bool(health_work.buffered(item)) is (held and stdout in ("pipe:[1]", "/out.txt"))
+    assert bool(health_output.buffered(item)) is (held and stdout in ("pipe:[1]", "/out.txt"))
 
 
 JSON = st.recursive(
@@ -193,7 +282,8 @@ PLACES = [
     ("gpus", 0, "own_memory"), ("gpus", 0, "index"), ("gpus", 0, "error"), ("reference",), ("recent",),
     ("reference", "tokens_per_second"), ("recent", "tokens_per_second"), ("recent", "steps"), ("weights",),
     ("weights", "path"), ("deleted",), ("memory_group",), ("memory_group", "oom_kills"),
-    ("log", "free_bytes"),
+    ("log", "free_bytes"), ("log", "last_line"), ("log", "bytes"), ("launch", "offset"), ("launch", "output"),
+    ("launch", "output_time"), ("processes", 0, "ran"), ("oom_kills_since",), ("run", "command"),
     ("launch", "log_missing"), ("launch", "trainer_pid"), ("run", "restart_attempts"), ("exit", "signal"),
     ("container",), ("container", "exit_code"), ("container", "unknown"),
     ("container", "gone"), ("container", "error"), ("container", "finished"), ("container", "engine_started"),

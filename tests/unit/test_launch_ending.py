@@ -71,6 +71,11 @@ def test_the_end_is_told_in_one_sentence(end, attempts, stopping, reason, words)
     assert "\n" not in message
 
 
+def test_one_restart_is_one_restart():
+    run = Run(run_id="0001-demo", name="demo", command=["x"], restart_attempts=1, restart_minutes=10)
+    assert conclude(End(1), 2, run, None)[1].endswith("(attempt 2; at most 1 restart in 10 min)")
+
+
 def test_a_signal_becomes_the_code_that_a_shell_reports():
     assert from_wait_status(7) == (7, None)
     assert from_wait_status(-9) == (137, 9)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import sinks
+from trainer import monitor, sinks
 from trainer.monitor import PARTS, Interval, Monitor, line
 from trainer.sinks import MetricsFile, Project, Records, TensorBoard, Wandb, _flat, wandb_mode
 from trainer.status import RunDir, write_json
@@ -44,6 +44,14 @@ def test_the_log_line_reads_as_agreed() -> None:
         "step 120/600 · 18,432 tok/s · loss 3.412 · τ̂ 1.62 · lr 5.8e-04 · "
         "data 2 target 0 forward 41 objective 18 backward 60 optimizer 5 ms · mem 812 MB"
     )
+
+
+def test_memory_now_is_never_above_its_peak() -> None:
+    for _ in range(20):
+        kept = bytearray(1 << 20)
+        now, peak = monitor.memory()
+        assert kept is not None
+        assert now <= peak
 
 
 def test_a_line_without_any_label_says_so() -> None:

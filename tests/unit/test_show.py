@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from samples import LOCALHOST, NOW, facts, run
 
-from deploy import onhost, overview, show
+from deploy import onhost, overview, settings, show
 from deploy.host import Local
 from deploy.settings import Project
 from deploy.sizes import age, size
@@ -84,8 +84,18 @@ def test_every_name_has_its_newest_run_and_one_name_can_be_picked() -> None:
     assert [row.run_id for row in overview.rows(target(), facts(runs=runs), "exp")] == ["0002-exp"]
     assert (
         overview.nothing(target(), facts(runs=runs), "dem")
-        == "no run of dem on localhost; did you mean demo?"
+        == "localhost  dem  absent  no run of this name on this host; did you mean demo?\n"
+        "    next: fab deploy --name dem"
     )
+
+
+def test_what_lets_a_halted_run_go_on_is_proposed_for_the_machine_it_is_on() -> None:
+    halted = run(processes=[{"pid": 10, "state": "S", "cmdline": ["l"]}, {"pid": 11, "state": "T"}])
+    assert "    next: kill -CONT 11" in shown(halted)
+    box = settings.HostSettings(name="box", address="ada@10.0.0.7")
+    far = Target(Project(Path("/none"), {}), box, Local())
+    (row,) = overview.rows(far, facts(runs=[halted]), None)
+    assert row.next_command == "ssh ada@10.0.0.7 kill -CONT 11"
 
 
 def test_what_a_deploy_that_was_killed_left_hides_no_run_and_is_none_that_starts() -> None:

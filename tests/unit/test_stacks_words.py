@@ -317,3 +317,14 @@ def test_the_run_in_progress_is_meant_and_one_that_is_over_says_how_it_ended() -
     assert stacks.choose(facts(runs=[run("0007-demo"), over]), "box", "demo", None)["run_id"] == "0007-demo"
     with pytest.raises(DeployError, match=r"0008-demo is not in progress on box \(failed with exit code 3\)"):
         stacks.choose(facts(runs=[run("0007-demo"), over]), "box", "demo", "0008-demo")
+
+
+def test_of_a_run_that_lost_its_launch_the_processes_that_are_left_are_named() -> None:
+    alone = run("0008-demo", alive=False)
+    with pytest.raises(
+        DeployError, match=r"has lost its launch .it was killed., and no process of it is left"
+    ):
+        stacks.choose(facts(runs=[alone]), "box", "demo", None)
+    left = {**alone, "processes": [{"pid": 7, "state": "S"}, {"pid": 8, "state": "Z"}]}
+    with pytest.raises(DeployError, match="1 process of it is left: fab stacks --host box --pid 7 shows"):
+        stacks.choose(facts(runs=[left]), "box", "demo", None)

@@ -113,6 +113,13 @@ def test_memory_is_told_from_least_to_most() -> None:
     )
 
 
+def test_memory_now_is_never_above_its_peak() -> None:
+    """As an older trainer may say it: the kernel notes a new peak later than it happens."""
+    beat = {"0": {"memory": {"min": 397_000_000, "now": 411_000_000, "peak": 410_000_000}}}
+    line = show.status([row(run(heartbeats=beat))]).splitlines()[0]
+    assert line.endswith("  mem 411 MB (min 397 MB, peak 411 MB)")
+
+
 def test_the_evidence_is_shown_on_demand_masked_and_clean() -> None:
     process = {
         "pid": 11, "state": "S", "wchan": "futex_wait", "rss": 10**9, "cpu_ticks": [100, 140],
