@@ -31,7 +31,7 @@ nanoseconds that its threads have computed; `wait` and `threads` if it used no C
 `deploy.waits`), `reading` if it read much, `stdout_file` if it prints into one, `ended` (a wait status) if
 nobody has waited for its end. `gpus` of a run: see `deploy.run_devices`; `log` {bytes last_write
 first_bytes_offset tail last_line free_bytes}, the last line being the newest that is not launch's own;
-`oom_kills_since`: of a run whose launch is gone without a word, how many the kernel has counted since it began;
+`oom_kills_since`: how many the kernel counts since the launch began that is gone without a word;
 `weights` {path there}; `deleted` weights that its ranks have open and that were removed; `memory_group`
 {oom_kills limit}; `reference` {run_id tokens_per_second steps} of its name and its own speed over as many
 steps, `recent`.
