@@ -8,7 +8,7 @@ processes do is read in `deploy.health_work`, who died in `deploy.health_dead`, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -131,8 +131,9 @@ def doing(run: dict[str, Any], now: float, work: Work) -> Doing:
         return Doing("starting", words)
     dead = deaths.dead_ranks(work, beats, now, GRACE)
     if dead:
-        found = computing(run, work)
-        return Doing(found.word, f"{dead}, {found.reason}", "restart")
+        # The others may wait for it in a spinning loop, on the CPU or a GPU: it is no progress.
+        found = computing(run, replace(work, dead=[]))
+        return Doing("stalled", f"{dead}, {found.reason}", "restart")
     if work.halted:
         found = computing(run, work)
         return Doing("stalled", f"{progress(slowest(beats), now)}, {found.reason}", there=found.there)

@@ -224,6 +224,15 @@ def test_a_dead_rank_is_known_by_the_numbers_of_the_others(living, dead, words):
     assert ("rank" in found.reason) is (words is not None)
 
 
+def test_a_dead_rank_for_which_the_others_spin_is_told_once_and_is_no_silence():
+    dead = case("stalled-rank-dead")
+    for item in dead["run"]["processes"]:
+        item["cpu_ticks"] = [100, 140]
+    found = verdict(dead["run"], dead["time"])
+    assert found.word == "stalled"
+    assert found.reason.count("signal 11") == 1
+
+
 def test_a_killed_launch_is_explained_by_the_kernels_count():
     gone = case("failed-without-a-record")
     gone["run"]["oom_kills_since"] = 0
