@@ -218,3 +218,18 @@ def test_what_a_process_has_read_is_counted(tmp_path):
     assert procfs.io(os.getpid())[0] - before[0] >= 100_000
     assert procfs.io(2**22) is None
     assert time.time() > procfs.boot_time()
+
+
+def test_ranks_that_meet_on_the_loopback_are_all_on_this_host():
+    told = {}
+    for address in ("127.0.0.1", "10.0.0.1"):
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=rank_of(address)) as process:
+            found = procfs.stat(process.pid)
+            until(lambda pid=process.pid: procfs.read(pid, "environ"))
+            told[address] = procfs.describe(found, None)["ranks"]
+    assert told["127.0.0.1"] == {"WORLD_SIZE": 3, "RANK": 0, "LOCAL_WORLD_SIZE": 3}
+    assert told["10.0.0.1"] == {"WORLD_SIZE": 3, "RANK": 0}
+
+
+def rank_of(address: str) -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], "MASTER_ADDR": address, "WORLD_SIZE": "3", "RANK": "0"}
