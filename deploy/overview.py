@@ -247,7 +247,8 @@ def check_known(found: Sequence[Answer], name: str | None, run_id: str | None) -
     if run_id is not None and not any(answer.rows for answer in answered):
         known = {run["run_id"] for answer in answered for run in answer.facts["runs"]}
         hosts = either(answer.goal.settings.name for answer in answered)
-        raise DeployError(f"there is no run {run_id} on {hosts}{nearest(run_id, known)}", code=USAGE)
+        offered = nearest(run_id, known) or "; fab runs lists those there are"
+        raise DeployError(f"there is no run {run_id} on {hosts}{offered}", code=USAGE)
     check_name(answered[0].goal, [answer.facts for answer in answered], name)
 
 
@@ -256,12 +257,14 @@ def run_path(facts: Mapping[str, Any], host_name: str, name: str, run_id: str | 
     if run_id is not None:
         known = {run["run_id"]: run["path"] for run in facts["runs"]}
         if run_id not in known:
-            raise DeployError(f"there is no run {run_id} on {host_name}{nearest(run_id, known)}", code=USAGE)
+            offered = nearest(run_id, known) or "; fab runs lists those there are"
+            raise DeployError(f"there is no run {run_id} on {host_name}{offered}", code=USAGE)
         return known[run_id]
     paths = [run["path"] for run in facts["runs"] if run["name"] == name]
     if not paths:
         names = {run["name"] for run in facts["runs"]}
-        offered = nearest(name, names) or (f"; there are runs of {', '.join(sorted(names))}" if names else "")
+        others = f"; there are runs of {', '.join(sorted(names))}: choose one with --name" if names else ""
+        offered = nearest(name, names) or others or "; fab deploy starts one"
         raise DeployError(f"there is no run of {name} on {host_name}{offered}", code=USAGE)
     return paths[-1]
 
