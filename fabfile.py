@@ -74,7 +74,7 @@ HELP = {
     "lines": "how many lines of the past to show (default 20); with --grep, how many matches",
     "since": "show what was written since then: 2m, 1h30m, 14:05, 2026-07-01T14:05",
     "grep": "show only lines that match this regular expression, and launch's own",
-    "lock-wait": "seconds to wait for another deploy of the name",
+    "lock-wait": "seconds to wait for another deploy of the name (default 0; stop: 600)",
     "no-checkpoint": "do not ask for a checkpoint first: what was learnt since the last one may be lost",
     "no-install": "do not install tini, even if it is missing and we are root",
     "same": "start the deployed release again, whatever the files say now",
@@ -230,7 +230,7 @@ def follow(
     return code or 0
 
 
-def watch_switch(goal: Any, record: str) -> Any:
+def watch_switch(goal: Any, record: str, **more: Any) -> Any:
     """Show the steps of a switch as they end. It runs on the host by itself, whether we watch or not."""
     from deploy import show, switch
 
@@ -240,7 +240,7 @@ def watch_switch(goal: Any, record: str) -> Any:
             say(line)
 
     try:
-        return switch.watch(goal.host, record, report)
+        return switch.watch(goal.host, record, report, **more)
     except KeyboardInterrupt:
         text = here("\nthe switch goes on by itself; fab status shows how it ends")
         raise Exit(text, code=INTERRUPTED) from None
@@ -271,22 +271,20 @@ def deploy(
 
     patience = waits(lock_wait)
     goal = target.one(host, ROOT, accept_new_host_key)
-    wanted = actions.recipe(goal, run, name, set)
     looks_only = dry_run or context.config.run.dry
-    made, work = actions.plan_deploy(
+    planned = functools.partial(
+        actions.plan_deploy,
         "deploy",
         goal,
-        wanted,
+        actions.recipe(goal, run, name, set),
         install=not no_install,
         build=build,
         rollback=rollback_on_failure,
         lock_wait=patience,
         progress=say,
-        under_way=None if looks_only else functools.partial(attach, goal),
+        watch=None if looks_only else functools.partial(attach, goal),
     )
-    return carry_out(
-        goal, made, work, context, dry_run=dry_run, json=json, no_follow=no_follow, lock_wait=patience
-    )
+    return carry_out(goal, planned, looks_only=looks_only, json=json, no_follow=no_follow, lock_wait=patience)
 
 
 @menu(iterable=["set"])
@@ -317,21 +315,23 @@ def restart(
             code=USAGE,
         )
     goal = target.one(host, ROOT, accept_new_host_key)
-    shown = {"dry_run": dry_run, "json": json, "no_follow": no_follow, "lock_wait": patience}
+    looks_only = dry_run or context.config.run.dry
+    shown = {"looks_only": looks_only, "json": json, "no_follow": no_follow, "lock_wait": patience}
     if same:
-        return again("restart", goal, context, run, name, install=not no_install, **shown)
-    wanted = actions.recipe(goal, run, name, set)
-    made, work = actions.plan_deploy(
+        return again("restart", goal, run, name, install=not no_install, **shown)
+    planned = functools.partial(
+        actions.plan_deploy,
         "restart",
         goal,
-        wanted,
+        actions.recipe(goal, run, name, set),
         install=not no_install,
         build=build,
         rollback=rollback_on_failure,
         lock_wait=patience,
         progress=say,
+        watch=None if looks_only else functools.partial(attach, goal),
     )
-    return carry_out(goal, made, work, context, **shown)
+    return carry_out(goal, planned, **shown)
 
 
 @menu()
@@ -351,9 +351,10 @@ def start(
     """Start the deployed release again, if no run of it is in progress."""
     from deploy import target
 
-    shown = {"dry_run": dry_run, "json": json, "no_follow": no_follow, "lock_wait": waits(lock_wait)}
+    looks_only = dry_run or context.config.run.dry
+    shown = {"looks_only": looks_only, "json": json, "no_follow": no_follow, "lock_wait": waits(lock_wait)}
     goal = target.one(host, ROOT, accept_new_host_key)
-    return again("start", goal, context, run, name, install=not no_install, **shown)
+    return again("start", goal, run, name, install=not no_install, **shown)
 
 
 @menu()
@@ -374,9 +375,10 @@ def rollback(
     """Stop, and start the release before this one, with its image."""
     from deploy import target
 
-    shown = {"dry_run": dry_run, "json": json, "no_follow": no_follow, "lock_wait": waits(lock_wait)}
+    looks_only = dry_run or context.config.run.dry
+    shown = {"looks_only": looks_only, "json": json, "no_follow": no_follow, "lock_wait": waits(lock_wait)}
     goal = target.one(host, ROOT, accept_new_host_key)
-    return again("rollback", goal, context, run, name, release, install=not no_install, **shown)
+    return again("rollback", goal, run, name, release, install=not no_install, **shown)
 
 
 @menu()
@@ -388,27 +390,39 @@ def stop(
     dry_run: bool = False,
     json: bool = False,
     no_checkpoint: bool = False,
-    lock_wait: str = "0",
+    lock_wait: str = "600",
     accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
     """Ask for a checkpoint, wait for it, then stop the run."""
-    from deploy import actions, execute, target
+    from deploy import actions, execute, lock, target, turn
 
     patience = waits(lock_wait)
     goal = target.one(host, ROOT, accept_new_host_key)
-    made = actions.plan_stop(
-        goal,
-        actions.name_of(goal, run, name),
-        checkpoint=not no_checkpoint,
-        lock_wait=patience,
-        progress=say,
+    named = actions.name_of(goal, run, name)
+    looks_only = dry_run or context.config.run.dry
+
+    def planned() -> Any:
+        made = actions.plan_stop(
+            goal,
+            named,
+            checkpoint=not no_checkpoint,
+            lock_wait=lock.NONE if looks_only else patience,
+            progress=say,
+            # A run that lives can be stopped; how it gets on from there is not waited for.
+            watch=None if looks_only else functools.partial(attach, goal, until="start"),
+        )
+        return made, None
+
+    made, record = turn.carry(
+        planned,
+        lambda made: None if json else print(made, flush=True),
+        lambda made, _: None if looks_only else execute.stop(made, goal.host, say, patience),
+        say,
     )
-    if not json:
-        print(made, flush=True)
-    if not made.acts or dry_run or context.config.run.dry:
+    if record is None:
         return show({"plan": made.to_json()}) if json else None
-    outcome = watch_switch(goal, execute.stop(made, goal.host, say, patience))
+    outcome = watch_switch(goal, record)
     if json:
         show({"plan": made.to_json(), "outcome": vars(outcome)})
     return failed(outcome, made) if outcome.word != "done" else None
@@ -422,6 +436,7 @@ def plan(
     name: str | None = None,
     set: Any = None,
     json: bool = False,
+    lock_wait: str = "0",
     no_install: bool = False,
     build: str | None = None,
     accept_new_host_key: bool = False,
@@ -430,12 +445,19 @@ def plan(
     """Show what deploy would do, and change nothing."""
     from deploy import actions, target
 
+    patience = waits(lock_wait)
     goal = target.one(host, ROOT, accept_new_host_key)
-    wanted = actions.recipe(goal, run, name, set)
-    made, work = actions.plan_deploy(
-        "deploy", goal, wanted, install=not no_install, build=build, progress=say
+    planned = functools.partial(
+        actions.plan_deploy,
+        "deploy",
+        goal,
+        actions.recipe(goal, run, name, set),
+        install=not no_install,
+        build=build,
+        lock_wait=patience,
+        progress=say,
     )
-    return carry_out(goal, made, work, context, dry_run=True, json=json, no_follow=True, lock_wait=waits("0"))
+    return carry_out(goal, planned, looks_only=True, json=json, no_follow=True, lock_wait=patience)
 
 
 @menu(iterable=["set"])
@@ -459,19 +481,20 @@ def diff(
 def again(
     task: str,
     goal: Any,
-    context: Context,
     run: str | None,
     name: str | None,
     release: str | None = None,
     *,
     install: bool,
+    looks_only: bool,
     lock_wait: Any,
     **shown: Any,
 ) -> int | None:
     """Start a release that is on the host: what start, rollback and restart --same have in common."""
     from deploy import actions
 
-    made, work = actions.plan_again(
+    planned = functools.partial(
+        actions.plan_again,
         task,
         goal,
         actions.name_of(goal, run, name),
@@ -479,35 +502,40 @@ def again(
         install=install,
         lock_wait=lock_wait,
         progress=say,
+        watch=None if looks_only else functools.partial(attach, goal),
     )
-    return carry_out(goal, made, work, context, lock_wait=lock_wait, **shown)
+    return carry_out(goal, planned, looks_only=looks_only, lock_wait=lock_wait, **shown)
 
 
 def carry_out(
     goal: Any,
-    made: Any,
-    work: Any,
-    context: Context,
+    planned: Callable[[], Any],
     *,
-    dry_run: bool,
+    looks_only: bool,
     json: bool,
     no_follow: bool,
     lock_wait: Any,
 ) -> int | None:
     """Show a plan, do it, follow the log: the end of deploy and restart."""
-    from deploy import execute
+    from deploy import execute, turn
 
-    if not json:
-        print(made, flush=True)
-    if dry_run or context.config.run.dry:
+    def act(made: Any, work: Any) -> Any:
+        if looks_only:
+            return None
+        if not made.starts:
+            return execute.mend(made, goal.host, say, lock_wait)
+        if not no_follow and not json:
+            work = dataclasses.replace(work, settle_seconds=0)  # who follows sees how it goes on
+        return execute.start(made, goal.host, work, say, lock_wait)
+
+    made, begun = turn.carry(planned, lambda made: None if json else print(made, flush=True), act, say)
+    if looks_only:
         return show({"plan": made.to_json()}) if json else None
-    if not made.acts:
+    if begun is None:
         if json:
-            return show({"plan": made.to_json(), "run_id": made.stop.run_id})
+            return show({"plan": made.to_json(), "run_id": made.stop.run_id if made.stop else None})
         return None if no_follow else follow(goal, made.name, state=made.layout.state, lines=20)
-    if not no_follow and not json:
-        work = dataclasses.replace(work, settle_seconds=0)  # who follows sees how it goes on
-    path, record = execute.start(made, goal.host, work, say, lock_wait)
+    path, record = begun
     outcome = watch_switch(goal, record)
     if json:
         show({"plan": made.to_json(), "run_id": Path(path).name, "outcome": vars(outcome)})
@@ -556,16 +584,16 @@ def way_back(made: Any) -> None:
         say(f"fab rollback{where} --name {made.name} goes back to release {made.release_before}")
 
 
-def attach(goal: Any, name: str, words: Any) -> None:
+def attach(goal: Any, name: str, words: Any, until: str | None = None) -> Any:
     """Watch a switch that somebody else, or we before our connection was lost, has under way."""
-    from deploy import actions, show
+    from deploy import show, turn
 
     say(f"{show.under_way(words)} of {name} is under way on {goal.settings.name}: watching it")
-    outcome = watch_switch(goal, actions.record_of(words, goal, name))
-    if outcome.word != "done":
-        for line in outcome.last_lines:
-            say(f"  │ {line}")
-        raise DeployError(f"that switch of {name} failed: {outcome.reason}")
+    record = turn.record_of(words, goal, name)
+    outcome = watch_switch(goal, record, pid=words.get("pid"), until=until)
+    for line in outcome.last_lines:
+        say(f"  │ {line}")
+    return outcome
 
 
 def agreed(question: str, yes: bool) -> bool:

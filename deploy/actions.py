@@ -9,7 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy import again, execute, lock, onhost, overview, plan, release, secrets, settings, survey, typedpath
+from deploy import (
+    again,
+    execute,
+    lock,
+    onhost,
+    overview,
+    plan,
+    preflight,
+    release,
+    secrets,
+    settings,
+    strays,
+    survey,
+    turn,
+    typedpath,
+)
 from deploy import prune as pruning
 from deploy import pull as fetching
 from deploy.errors import USAGE, DeployError, either, nearest
@@ -19,10 +34,10 @@ from deploy.plan import Plan
 from deploy.prune import Prune
 from deploy.settings import Project, Recipe
 from deploy.target import Target
+from deploy.turn import Watch
 from trainer import status
 
 Progress = Callable[[str], None]
-UnderWay = Callable[[str, Mapping[str, Any]], None]
 
 
 def silent(text: str) -> None:
@@ -67,16 +82,16 @@ def plan_deploy(
     rollback: bool = False,
     lock_wait: Patience = lock.NONE,
     progress: Progress = silent,
-    under_way: UnderWay | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Plan, Work]:
     """The plan of `deploy` or `restart`, and what carrying it out needs.
 
-    `under_way` is called with the name and the holder's words if a switch of the name is at work; the plan is
-    made for what is there after it returns. With `rollback` the release before is started again if the new
-    run dies before its first step.
+    A switch of the name that is at work is watched first, with `watch` (see `turn.take`). With `rollback` the
+    release before is started again if the new run dies before its first step.
     """
     run = wanted.settings
-    facts = _free(goal, run.name, lock_wait, progress, under_way)
+    at = turn.take(goal, run.name, lock_wait, progress, watch)
+    facts = at.facts
     found = survey.take(goal.project, goal.host, goal.settings, run, facts, progress)
     new = plan.make_release(found, goal.settings, run)
     release.look_at(goal.host, found.layout, facts, new.id)
@@ -92,9 +107,10 @@ def plan_deploy(
         install=install,
         run_file=shown(goal.project, wanted.path),
         build=_where(build),
+        fresh=at.fresh,
     )
-    back = again.way_back(facts, run.name, new.id) if rollback and made.acts else None
-    if rollback and made.acts:
+    back = again.way_back(facts, run.name, new.id) if rollback and made.starts else None
+    if rollback and made.starts:
         if back is None:
             none = "no release of this name but the new one was ever started here, so none can be restored"
             made = dataclasses.replace(made, warnings=(*made.warnings, f"--rollback-on-failure: {none}"))
@@ -135,14 +151,20 @@ def plan_again(
     install: bool = True,
     lock_wait: Patience = lock.NONE,
     progress: Progress = silent,
+    watch: Watch | None = None,
 ) -> tuple[Plan, Work]:
     """The plan of `start`, `rollback` and `restart --same`: a release on the host, as it was deployed.
 
-    Without `release_id` the current one is meant, for a rollback the one before. Raises DeployError, before
-    anything is touched, if what it needs is gone: its files, image, weights or secrets.
+    Without `release_id` the current one is meant, for a rollback the one before. A switch of the name that is
+    at work is watched first. Raises DeployError, before anything is touched, if what it needs is gone: its
+    files, image, weights or secrets.
     """
-    facts = _free(goal, name, lock_wait, progress)
-    wanted = again.which(task, goal.settings.name, name, facts, release_id)
+    at = turn.take(goal, name, lock_wait, progress, watch)
+    facts = at.facts
+    if task == "rollback" and at.watched is not None and at.fresh:
+        wanted = again.after_switch(at.watched, goal.settings.name, name, facts, release_id)
+    else:
+        wanted = again.which(task, goal.settings.name, name, facts, release_id)
     layout = survey.layout_of(goal.settings, facts, name)
     found = release.deployed(goal.host, layout, wanted)
     if found is None:
@@ -165,10 +187,15 @@ def plan_again(
         release_id=wanted,
         differences=again.differences(before, found, wanted) if before else (),
         install=install,
+        fresh=at.fresh,
     )
     sources: Mapping[str, settings.SecretSource] = {}
     kept = restage = None
     if made.acts:
+        others = onhost.ask(goal.host, "deploy.strays:look", *strays.question(facts, name).values())
+        apart = strays.checks(others, name, goal.settings.name)
+        preflight.refuse(apart)
+        made = dataclasses.replace(made, warnings=(*made.warnings, *preflight.warnings(apart)))
         again.refuse_lost_image(facts, goal.settings.name, run)
         restage = again.restage(facts, goal.settings.name, run)
         if restage:
@@ -216,44 +243,20 @@ def plan_stop(
     checkpoint: bool = True,
     lock_wait: Patience = lock.NONE,
     progress: Progress = silent,
+    watch: Watch | None = None,
 ) -> Plan:
-    """The plan of `stop`. Raises DeployError for a name that this host has never heard of."""
-    facts = _free(goal, name, lock_wait, progress)
+    """The plan of `stop`. With `watch` it is made for a moment at which nobody else changes the name.
+
+    Raises DeployError for a name that this host has never heard of, and if that moment does not come within
+    `lock_wait`.
+    """
+    facts = turn.take(goal, name, lock_wait, progress, watch, alone=watch is not None).facts
     if name not in facts["names"] and not any(run["name"] == name for run in facts["runs"]):
         offered = nearest(name, facts["names"])
         if offered:
             raise DeployError(f"there is no {name} on {goal.settings.name}{offered}", code=USAGE)
     layout = survey.layout_of(goal.settings, facts, name)
     return plan.make_stop(facts, goal.settings, layout, checkpoint=checkpoint)
-
-
-def record_of(words: Mapping[str, Any], goal: Target, name: str) -> str:
-    """Where the switch whose lock holds `words` writes down what it does."""
-    if words.get("record"):
-        return str(words["record"])
-    if words.get("what") == "stop" or not words.get("run_path"):
-        return f"{survey.layout_of(goal.settings, goal.facts(), name).home}/stop.json"
-    return f"{words['run_path']}/switch.json"
-
-
-def _free(
-    goal: Target, name: str, lock_wait: Patience, progress: Progress, under_way: UnderWay | None = None
-) -> dict[str, Any]:
-    """Facts of a moment at which nobody else deploys this name, or of now once patience is at an end."""
-    told = False
-    while True:
-        facts = goal.facts()
-        switching = facts["switch"].get(name)
-        if switching and under_way is not None:
-            under_way(name, switching)
-            continue
-        if not (facts["switch"].get(name) or facts["locks"].get(name)) or not lock_wait.left:
-            return facts
-        if not told:
-            holder = switching or facts["locks"][name]
-            progress(f"{lock.sentence(goal.host, name, holder)}; waiting up to {lock_wait.seconds:g} s")
-            told = True
-        time.sleep(0.5)
 
 
 def shown(project: Project, path: Path) -> str:

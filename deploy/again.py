@@ -22,9 +22,15 @@ def which(task: str, host: str, name: str, facts: Mapping[str, Any], release_id:
     """The id of the release that is meant. Raises DeployError if there is none."""
     known = facts["names"].get(name) or {}
     current, previous, there = known.get("current"), known.get("previous"), known.get("releases") or []
-    if current is None:
+    if current is None and there:
         raise DeployError(
-            f"nothing of {name} is deployed on {host}{nearest(name, facts['names'])}; "
+            f"{name} on {host} has no current release, as the link names/{name}/current is not there; "
+            f"fab deploy --name {name} puts it right"
+        )
+    if current is None:
+        offered = nearest(name, [one for one in facts["names"] if one != name])
+        raise DeployError(
+            f"nothing of {name} is deployed on {host}{offered}; "
             f"{'--same' if task == 'restart' else 'fab ' + task} starts a deployed release again, "
             "fab deploy makes one"
         )
@@ -52,6 +58,27 @@ def which(task: str, host: str, name: str, facts: Mapping[str, Any], release_id:
             f"(pruned){rest or '; fab deploy writes the release of another commit anew'}"
         )
     return previous
+
+
+def after_switch(
+    words: Mapping[str, Any], host: str, name: str, facts: Mapping[str, Any], release_id: str | None
+) -> str:
+    """The same for a rollback that has just watched a switch, of whose lock these are the `words`.
+
+    Was that a rollback, then it is what was asked for. Was it none, then "the release before" has become
+    another one since the question. Raises DeployError.
+    """
+    known = facts["names"].get(name) or {}
+    current, previous = known.get("current"), known.get("previous")
+    if words.get("task") == "rollback" and current is not None and release_id in (None, current):
+        return str(current)
+    if release_id is None:
+        back = f"; fab rollback --name {name} goes back to {previous}" if previous else ""
+        raise DeployError(
+            f"nothing was rolled back: {words.get('by', 'somebody')} has just made {current} the release of "
+            f"{name} on {host}{back}"
+        )
+    return which("rollback", host, name, facts, release_id)
 
 
 def template(facts: Mapping[str, Any], name: str, release_id: str, host: str) -> status.Run:

@@ -20,6 +20,10 @@ class DeployError(Exception):
         self.code = code
 
 
+class Changed(DeployError):
+    """What a plan was made for does not hold any more, and nothing was done: a fresh plan may be."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known words closest to `word`, as the end of a sentence: ``"; did you mean demo?"`` or nothing."""
     scores = {one: difflib.SequenceMatcher(None, word, one).ratio() for one in set(known)}

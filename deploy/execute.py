@@ -16,7 +16,7 @@ from typing import Any
 
 from deploy import again, boot, bootunit, evidence, lock, onhost, release, secrets, switch, weights
 from deploy import image as images
-from deploy.errors import DeployError
+from deploy.errors import Changed, DeployError
 from deploy.host import Host, HostError
 from deploy.lock import Patience
 from deploy.plan import Plan, seen
@@ -90,8 +90,8 @@ def start(
 ) -> tuple[str, str]:
     """Do what a plan of `deploy` or `restart` says, up to the switch's acceptance.
 
-    Returns the new run's directory and the switch's record, which `switch.watch` follows. Raises DeployError;
-    then the run in progress, if any, was not touched.
+    Returns the new run's directory and the switch's record, which `switch.watch` follows. Raises DeployError
+    (Changed, if the plan holds no more); then the run in progress, if any, was not touched.
     """
     layout = plan.layout
     with lock.hold(host, layout.state, plan.name, plan.task, lock_wait.left, waiting=report) as held:
@@ -134,6 +134,7 @@ def start(
                 "heartbeats": work.heartbeats,
                 "settle_seconds": work.settle_seconds,
                 "by": lock.who(),
+                "task": plan.task,
                 "start": begin,
             }
             if back:
@@ -302,7 +303,10 @@ def check_config(host: Host, run: status.Run, environment: Mapping[str, str]) ->
 
 
 def stop(plan: Plan, host: Host, report: Report, lock_wait: Patience = lock.NONE) -> str:
-    """Start a switch that only stops, and return its record. Raises DeployError; then nothing was touched."""
+    """Start a switch that only stops, and return its record.
+
+    Raises DeployError (Changed, if the plan holds no more); then nothing was touched.
+    """
     layout = plan.layout
     assert plan.stop is not None
     with lock.hold(host, layout.state, plan.name, plan.task, lock_wait.left, waiting=report):
@@ -317,6 +321,14 @@ def stop(plan: Plan, host: Host, report: Report, lock_wait: Patience = lock.NONE
             "start": None,
         }
         return switch.start(host, spec)
+
+
+def mend(plan: Plan, host: Host, report: Report, lock_wait: Patience = lock.NONE) -> None:
+    """Let `current` lead to the release that runs. Raises DeployError; then nothing was touched."""
+    layout = plan.layout
+    with lock.hold(host, layout.state, plan.name, plan.task, lock_wait.left, waiting=report):
+        _still(plan, evidence.collect(host, layout.state, layout.shm, sample=0))
+        onhost.ask(host, "deploy.release_store:make_current", layout.home, plan.release)
 
 
 def ended(host: Host, run_path: str) -> dict[str, Any] | None:
@@ -339,9 +351,9 @@ def install(host: Host, argv: tuple[str, ...], report: Report) -> None:
 
 
 def _still(plan: Plan, facts: Mapping[str, Any]) -> None:
-    """Between the plan that was shown and the lock somebody else may have deployed."""
-    if seen(facts, plan.name) != plan.seen:
-        raise DeployError(
+    """Between the plan that was shown and the lock somebody else may have deployed. Raises Changed."""
+    if seen(facts, plan.name) != plan.seen or facts["switch"].get(plan.name) is not None:
+        raise Changed(
             f"{plan.name} on {plan.host} has changed since the plan was made (another deploy, or its run "
             "ended); nothing was done, look at fab status and try again"
         )

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from deploy import onhost
@@ -111,15 +111,18 @@ def _acquire(host: Host, name: str, process: subprocess.Popen[bytes], waiting: C
         if "held" in said:
             return
         if "busy" in said:
-            raise DeployError(
-                f"{sentence(host, name, said['busy'])}; wait for it with --lock-wait SECONDS, or try again"
-            )
+            raise DeployError(refusal(host, name, said["busy"]))
         waiting(sentence(host, name, said["waiting"]) + "; waiting")
     why = onhost.last_words(process)
     raise HostError(f"{host.name}: cannot take the deploy lock of {name}: {why}")
 
 
-def sentence(host: Host, name: str, words: dict[str, Any]) -> str:
+def refusal(host: Host, name: str, words: Mapping[str, Any]) -> str:
+    """The sentence for who did not wait long enough."""
+    return f"{sentence(host, name, words)}; wait for it with --lock-wait SECONDS, or try again"
+
+
+def sentence(host: Host, name: str, words: Mapping[str, Any]) -> str:
     """Who holds a lock, for people."""
     since = words.get("since")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since)) if isinstance(since, float) else "?"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy import engine, typedpath, weights_store
+from deploy import engine, strays, typedpath, weights_store
 from deploy.errors import DeployError
 
 PYTHON_TIMEOUT = 20.0  # seconds for the trainer's Python to say who it is; a disk may be asleep
@@ -41,6 +41,7 @@ def look(wanted: dict[str, Any]) -> dict[str, Any]:
         "data_copies": copies,
         "secrets": secrets,
         "image": image,
+        "strays": strays.look,
     }
     return {key: known[key](**question) for key, question in wanted.items()}
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy import bootunit, devices, mask, plantext, preflight, release, runtimes, secrets
+from deploy import bootunit, devices, mask, plantext, preflight, release, runtimes, secrets, strays
 from deploy import image as images
 from deploy.errors import DeployError
 from deploy.health import number, table, verdict
@@ -18,6 +18,7 @@ from deploy.release import Layout, Release
 from deploy.runtimes import compose, process
 from deploy.runtimes.compose import Mount
 from deploy.settings import HostSettings, Recipe, RunSettings
+from deploy.sizes import age
 from deploy.survey import Survey
 from deploy.weights import Weights
 from trainer import status
@@ -39,7 +40,10 @@ class Stop:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be done. `action`: unchanged | nothing | start | switch | stop."""
+    """What will be done. `action`: unchanged | nothing | link | start | switch | stop.
+
+    With link only `current` is put right.
+    """
 
     task: str  # deploy | restart | start | rollback | stop
     action: str
@@ -74,6 +78,7 @@ class Plan:
     mounts: tuple[Mount, ...] = ()
     devices: tuple[str, ...] | None = None  # indices of GPUs; None: not said, as a plain process sees all
     boot: str = ""  # what a reboot will do
+    link: str | None = None  # where `current` leads to, which it should not; empty: it is not there
     rollback: str | None = None  # the release that is started again if the new run dies before its first step
     warnings: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()  # what it was made for; see `seen`
@@ -81,6 +86,11 @@ class Plan:
     @property
     def acts(self) -> bool:
         return self.action not in ("unchanged", "nothing")
+
+    @property
+    def starts(self) -> bool:
+        """Whether a run is started."""
+        return self.action in ("start", "switch")
 
     def to_json(self) -> dict[str, Any]:
         """For scripts: every field by its name. What looks like a secret is not in it."""
@@ -165,20 +175,25 @@ def make(
     install: bool = True,
     run_file: str = "",
     build: images.Build | None = None,
+    fresh: bool = False,
 ) -> Plan:
     """The plan of `deploy` or `restart`. `before` is what `release.deployed` says of the release before.
 
-    `build` says where an image is built (--build), whatever the files say. Raises DeployError with every
-    preflight check that failed, unless there is nothing to do.
+    `build` says where an image is built (--build), whatever the files say. `fresh`: the run in progress was
+    started since the task began, so a restart with the same release has been done. Raises DeployError with
+    every preflight check that failed, unless there is nothing to do.
     """
     facts, run = survey.facts, recipe.settings
     parts = parts_of(survey, host, run)
-    found = preflight.checks(survey, host, run)
+    apart = strays.checks(survey.strays, run.name, host.name)
+    found = [*preflight.checks(survey, host, run), *apart]
     live, old = survey.live, release_before(survey)
     # A run that is being stopped is as good as gone: to call it unchanged would leave nothing running.
     stopping = live is not None and bool((live["launch"] or {}).get("stopping"))
     same = live is not None and old == new.id and not survey.secrets_changed
-    unchanged = task == "deploy" and same and not stopping
+    unchanged = (task == "deploy" or fresh) and same and not stopping
+    known = facts["names"].get(run.name, {})
+    astray = known.get("current") != new.id and new.id in known.get("releases", [])
     if not unchanged:
         preflight.refuse(found)
     differences = release.differences(before[0], before[1], new) if before and old != new.id else []
@@ -188,7 +203,7 @@ def make(
     weights = survey.weights.path if survey.weights else None
     return Plan(
         task=task,
-        action="unchanged" if unchanged else "switch" if live else "start",
+        action=("link" if astray else "unchanged") if unchanged else "switch" if live else "start",
         host=host.name,
         name=run.name,
         layout=survey.layout,
@@ -220,9 +235,11 @@ def make(
         mounts=tuple(compose.mounts(run, survey.layout, weights, survey.data)) if survey.image else (),
         devices=parts.devices.ids,
         boot=bootunit.describe(facts, run.name, parts.runtime),
+        link=str(known.get("current") or "") if unchanged and astray else None,
         warnings=(
             *preflight.warnings(found),
             *(_changed(facts, run.name, new.id) if unchanged else _nothing_left(survey, run)),
+            *(check.sentence for check in apart if unchanged and not check.warning),
         ),
         seen=seen(facts, run.name),
     )
@@ -242,11 +259,13 @@ def make_same(
     release_id: str | None = None,
     differences: Sequence[str] = (),
     install: bool = True,
+    fresh: bool = False,
 ) -> Plan:
     """The plan of `restart --same`, `start` and `rollback`: a release that is on the host (default: the
     current one) as it was deployed, whatever the files say now.
 
-    `start` leaves a run that is in progress alone.
+    `start` leaves a run that is in progress alone, and each does so with one of that release that is `fresh`:
+    a switch that was under way has started it since the task began.
     """
     facts, name, live = survey.facts, survey.layout.name, survey.live
     current = facts["names"].get(name, {}).get("current")
@@ -255,8 +274,9 @@ def make_same(
         raise DeployError(f"nothing of {name} is deployed on {host.name}; use fab deploy --name {name}")
     stopping = live is not None and bool((live["launch"] or {}).get("stopping"))
     runtime, why, last = _as_before(facts, host, name, wanted)
-    if task == "start" and live is not None and not stopping:
-        running = release_before(survey)
+    running = release_before(survey)
+    done = task == "start" or (fresh and running == wanted)
+    if done and live is not None and not stopping:
         return Plan(
             task=task,
             action="unchanged",
@@ -342,8 +362,23 @@ def make_stop(
         name=layout.name,
         layout=layout,
         stop=stop_of(live, facts, checkpoint=checkpoint) if live else None,
+        warnings=tuple(_at_work(facts, layout.name)),
         seen=seen(facts, layout.name),
     )
+
+
+def _at_work(facts: Mapping[str, Any], name: str) -> list[str]:
+    """Who changes the name just now: what a look sees then is not what a stop will find."""
+    holder = facts["switch"].get(name)
+    holder = facts["locks"].get(name) if holder is None else holder
+    if holder is None:
+        return []
+    since = holder.get("since")
+    ago = f" for {age(max(0.0, facts['time'] - since))}" if isinstance(since, int | float) else ""
+    return [
+        f"a {holder.get('task') or holder.get('what', 'switch')} by {holder.get('by', 'somebody')} has been "
+        f"under way{ago}; fab stop waits for its end, then stops what runs"
+    ]
 
 
 def stop_of(live: Mapping[str, Any], facts: Mapping[str, Any], *, checkpoint: bool = True) -> Stop:

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 def text(plan: Plan) -> list[str]:
     """The lines of a plan: what will be done, or why nothing is."""
-    if plan.action == "unchanged" and plan.stop:
+    if plan.action in ("unchanged", "link") and plan.stop:
         return [
             f"unchanged: {plan.stop.run_id} runs release {plan.release} on {plan.host} ({plan.stop.doing})",
+            *_link(plan),
             *(f"note: {warning}" for warning in plan.warnings),
         ]
     if plan.action == "nothing":
-        return [f"nothing to stop: no run of {plan.name} is in progress on {plan.host}"]
+        none = f"no run of {plan.name} is in progress on {plan.host}"
+        return [f"{none} yet: {plan.warnings[0]}" if plan.warnings else f"nothing to stop: {none}"]
     rows: list[tuple[str, str]] = []
     if plan.action == "stop":
         rows += _stop_rows(plan)
@@ -78,6 +80,13 @@ def text(plan: Plan) -> list[str]:
         f"{plan.task} {plan.name} on {plan.host}",
         *(f"  {label:<{width}}  {text}" for label, text in rows),
     ]
+
+
+def _link(plan: Plan) -> list[str]:
+    if plan.link is None:
+        return []
+    there = f"leads to {plan.link}" if plan.link else "is not there"
+    return [f"link: {plan.layout.home}/current {there}; it is put right, to lead to releases/{plan.release}"]
 
 
 def _release(plan: Plan) -> str:

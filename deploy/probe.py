@@ -65,6 +65,7 @@ OTHERS = "other files"  # of a release: they differ, and nothing is left that sa
 COMPOSE_FILE = "compose.yaml"
 IMAGE = re.compile(r"""^\s+image:\s*["']?([^"'\s]+)""", re.MULTILINE)
 SECRETS = re.compile(r"^secrets(-.*)?$")  # by name only: what is in them leaves the host nowhere
+LOCKS = ("deploy", "switch")
 CONTAINER = ("running", "paused", "pid", "exit_code", "oom_killed", "error", "started", "finished")
 WEIGHTS = re.compile(r"^(?P<name>.+)@(?P<digest>[0-9a-f]{6,64})$")
 
@@ -85,6 +86,8 @@ class Probe:
         asking = threading.Thread(target=lambda: told.update(machine.engine_facts()), daemon=True)
         asking.start()  # meanwhile we read; every question to the engine has its own timeout
         names = self.names()
+        # Before the runs, a client's before its switch's: who finds none at work does not miss their run.
+        locks, switch = ({name: self.holder(name, f"{kind}.lock") for name in names} for kind in LOCKS)
         runs = self.runs()
         self.add_changed(names, runs)
         devices = machine.nvidia(self.sample)
@@ -129,8 +132,9 @@ class Probe:
             "systemd": os.path.isdir("/run/systemd/system"),
             "names": names,
             "runs": runs,
-            "switch": {name: self.holder(name, "switch.lock") for name in names},
-            "locks": {name: self.holder(name, "deploy.lock") for name in names},
+            # And after them: a record that says "running" has a job, unless it is found without a lock.
+            "switch": {name: self.holder(name, "switch.lock") or switch[name] for name in names},
+            "locks": {name: self.holder(name, "deploy.lock") or locks[name] for name in names},
             "weights": self.weights(),
             "problems": self.problems,
         }

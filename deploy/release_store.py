@@ -1,6 +1,6 @@
 """What a release on a host says, and whether it is what was deployed.
 
-Runs ON the host, asked by `deploy.release`. It only reads. Standard library only, Python >= 3.9.
+Runs ON the host, asked by `deploy.release` and `deploy.execute`. Standard library only, Python >= 3.9.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from deploy import probe
+from deploy import files, probe
 
 LARGEST = 4 << 20  # bytes of one file that people compare; more than that nobody rendered
 
@@ -30,6 +30,11 @@ def differing(path: str) -> list[list[str]]:
     """[files of a release that are not as they were deployed, those of them that were added]."""
     found = probe.changed(Path(path))
     return [found, probe.added(Path(path), found)]
+
+
+def make_current(home: str, release_id: str) -> None:
+    """Let the link `current` of a name, whose directory is `home`, lead to a release. Raises OSError."""
+    files.replace_link(Path(home, "current"), f"releases/{release_id}")
 
 
 def read_each(paths: list[str]) -> list[dict[str, Any] | None]:

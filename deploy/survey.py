@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import CHECKOUT, lookup, onhost, release, runtimes, secrets, typedpath, weights, weights_store
+from deploy import (
+    CHECKOUT,
+    lookup,
+    onhost,
+    release,
+    runtimes,
+    secrets,
+    strays,
+    typedpath,
+    weights,
+    weights_store,
+)
 from deploy.host import Host
 from deploy.release import Layout
 from deploy.runtimes import compose, process
@@ -52,6 +63,7 @@ class Survey:
     checkpoint: Mapping[str, Any] | None = None  # state.json of checkpoints/latest
     image: release.Image | None = None  # with the compose runtime
     image_there: bool | None = None  # whether the engine has one's own image; None: not asked, or not known
+    strays: tuple[Mapping[str, Any], ...] = ()  # processes of the name outside its runs, see deploy.strays
 
     @property
     def runs(self) -> list[Mapping[str, Any]]:
@@ -77,7 +89,11 @@ def take(
     The host is asked once, and once more only if weights that lie there must be read.
     """
     question = _Question.of(project, settings, run, facts)
-    wanted = {**question.wanted, "state": {"checkpoints": question.layout.checkpoints}}
+    wanted = {
+        **question.wanted,
+        "state": {"checkpoints": question.layout.checkpoints},
+        "strays": strays.question(facts, run.name),
+    }
     if not question.contained:
         directory = working_directory(project, settings, run)
         wanted["interpreter"] = _interpreters_question(question.python, run, directory)
@@ -100,6 +116,7 @@ def take(
         image_there=answers.get("image"),
         secrets_changed=tuple(answers.get("secrets", ())),
         checkpoint=answers["state"],
+        strays=tuple(answers["strays"]),
     )
 
 

@@ -16,12 +16,20 @@ from deploy.errors import DeployError
 from deploy.host import Host, HostError
 
 JOB = "deploy.switch_job"
+RECORD_PATIENCE = 15.0  # seconds from a switch's lock to its record: an engine may take its time to answer
 START_TIMEOUT = 30.0  # seconds; below one, but for an engine that takes its time to answer
+
+
+class NoRecord(DeployError):
+    """There is no switch to watch, as it has left no record."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a switch ended: `word` is done or failed; the rest says why, for a failed one."""
+    """How a switch ended: `word` is done or failed; the rest says why, for a failed one.
+
+    It is running where it was not watched to its end.
+    """
 
     word: str
     reason: str | None = None
@@ -72,17 +80,24 @@ def watch(
     path: str,
     report: Callable[[dict[str, Any]], None],
     note: stream.Note = stream.to_stderr,
+    *,
+    pid: int | None = None,
+    until: str | None = None,
 ) -> Outcome:
     """Follow a switch to its end; `report` gets each step when it begins and when it ends.
 
+    With the `pid` of its job, from the words of its lock, a record of that job is waited for; one that is
+    there may be older. With `until` it is left once the step of that name has gone well.
+
     `path` is the record's, or the new run's directory. May be left and called again at any time: it starts
-    with the first step each time. A lost connection is made again. Raises DeployError if there is no record.
+    with the first step each time. A lost connection is made again. Raises NoRecord if there is none.
     """
     record = path if path.endswith(".json") else f"{path}/switch.json"
+    job = () if pid is None else (pid, RECORD_PATIENCE)
     seen: list[dict[str, Any]] = []
-    for said in stream.values(host, "deploy.switch_watch:watch", record, note=note):
+    for said in stream.values(host, "deploy.switch_watch:watch", record, *job, note=note):
         if "missing" in said:
-            raise DeployError(f"{host.name}: there is no {record}, so no switch to watch")
+            raise NoRecord(f"{host.name}: there is no {record}, so no switch to watch")
         if "gone" in said:
             during = f" during {seen[-1]['name']}" if seen else ""
             reason = (
@@ -103,6 +118,7 @@ def watch(
             elif step != seen[index]:
                 report(step)
                 seen[index] = step
-        if outcome.word != "running":
+        left = any(step["name"] == until and step["outcome"] == "ok" for step in seen)
+        if outcome.word != "running" or left:
             return outcome
     raise HostError(f"{host.name}: the switch could not be watched to its end; look at fab status")

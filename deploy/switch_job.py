@@ -156,6 +156,7 @@ def take(spec: dict[str, Any], name: Path) -> int:
         "what": "switch" if spec["start"] else "stop",
         "run_path": spec["run_path"] or spec["old_run_path"],
         "by": spec["by"],
+        "task": spec.get("task"),
         "since": time.time(),
         "pid": os.getpid(),
     }

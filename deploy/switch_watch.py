@@ -21,26 +21,30 @@ PAUSE = 0.05  # seconds between two looks
 ALIVE = 2.0  # seconds between two signs of life
 
 
-def watch(path: str) -> None:
+def watch(path: str, pid: int | None = None, patience: float = 0.0) -> None:
+    """With a `pid` only a record of that job counts, and there is `patience` (seconds) for it to appear."""
     told, last = b"", time.monotonic()
+    deadline = last + patience
     while True:
         data = read(path)
-        if data is None:
-            return say({"missing": True})
-        value = parsed(data)
-        # Looked at after the record was read, and the record once more after that: a job that has just ended
-        # has written its outcome by then.
-        gone = value["outcome"] == "running" and not lives(value["job"])
-        if gone:
-            data = read(path) or data
-            value = parsed(data)
-        if data != told:
-            say({"record": value})
-            told, last = data, time.monotonic()
-        if value["outcome"] != "running":
-            return None
-        if gone:
-            return say({"gone": True})
+        value = {} if data is None else parsed(data)
+        if data is None or (pid is not None and job_of(value) not in (pid, None)):
+            if time.monotonic() >= deadline:
+                return say({"missing": True})
+        else:
+            # Looked at after the record was read, and the record once more after that: a job that has just
+            # ended has written its outcome by then.
+            gone = value["outcome"] == "running" and not lives(value["job"])
+            if gone:
+                data = read(path) or data
+                value = parsed(data)
+            if data != told:
+                say({"record": value})
+                told, last = data, time.monotonic()
+            if value["outcome"] != "running":
+                return None
+            if gone:
+                return say({"gone": True})
         if time.monotonic() - last > ALIVE:
             say({})
             last = time.monotonic()
@@ -69,6 +73,12 @@ def parsed(data: bytes) -> dict[str, Any]:
         return {**value, "outcome": value["outcome"], "job": value["job"]}
     except (ValueError, TypeError, KeyError):
         return {"outcome": "unreadable"}
+
+
+def job_of(record: dict[str, Any]) -> Any:
+    """The pid of the job that wrote a record; None if it does not tell."""
+    job = record.get("job")
+    return job.get("pid") if isinstance(job, dict) else None
 
 
 def lives(job: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from samples import LOCALHOST, facts, recipe, run, survey
 
-from deploy import actions, execute, image, lock, onhost, plan, release
+from deploy import execute, image, lock, onhost, plan, release, turn
 from deploy.errors import DeployError
 from deploy.host import HostError, Local, Result
 from trainer import status
@@ -143,13 +143,13 @@ def test_waiting_for_another_deploy_has_one_deadline_for_the_plan_and_for_the_lo
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
     monkeypatch.setattr(lock, "time", clock)
-    monkeypatch.setattr(actions, "time", clock)
+    monkeypatch.setattr(turn, "time", clock)
     busy = facts(locks={"demo": {"by": "ada@desk", "what": "deploy", "since": 0.0}})
     said: list[str] = []
     patience = lock.Patience(10)
     goal = SimpleNamespace(facts=lambda: busy, host=SimpleNamespace(name="box"))
     clock.strftime, clock.localtime = lambda *_: "1970-01-01 00:00:00", lambda since: since
-    actions._free(goal, "demo", patience, said.append)  # type: ignore[arg-type]
+    turn.take(goal, "demo", patience, said.append)  # type: ignore[arg-type]
     assert (now, said) == (
         [110.0],
         ["demo on box is locked by ada@desk (deploy, since 1970-01-01 00:00:00); waiting up to 10 s"],
