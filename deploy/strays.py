@@ -31,20 +31,17 @@ def question(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
         "state_root": facts["state"]["root"],
         "name": name,
         "programs": sorted({program(words) for words in commands if words} - {""}),
-        "live": [run["run_id"] for run in mine if run["alive"]],
         "known": [process["pid"] for run in facts["runs"] for process in run["processes"]],
     }
 
 
-def look(
-    state_root: str, name: str, programs: list[str], live: list[str], known: list[int]
-) -> list[dict[str, Any]]:
+def look(state_root: str, name: str, programs: list[str], known: list[int]) -> list[dict[str, Any]]:
     """``{"pid", "command", "age", "where", "same"}`` of each process that is in a place of `name`'s.
 
     `same`: it runs one of `programs`, those that runs of the name were started with. `known` are processes
-    of runs in progress, `live` the ids of `name`'s.
+    of runs in progress; one in the environment of a run that has begun meanwhile is none, either.
     """
-    places = _Places(state_root, name, live)
+    places = _Places(state_root, name)
     began = time.monotonic()
     while True:
         found = _found(places, set(programs), set(known))
@@ -57,9 +54,9 @@ def look(
 class _Places:
     """What is `name`'s on this host, under the path that was given and the one that the kernel shows."""
 
-    def __init__(self, state_root: str, name: str, live: list[str]) -> None:
+    def __init__(self, state_root: str, name: str) -> None:
         roots = sorted({state_root.rstrip("/"), os.path.realpath(state_root)})
-        self.name, self.live = name, live
+        self.name = name
         self.runs = [f"{root}/runs/" for root in roots]
         self.checkpoints = [f"{root}/names/{name}/checkpoints" for root in roots]
 
@@ -82,7 +79,7 @@ class _Places:
         marked = procfs.run_of(pid)
         if marked is not None:
             run_id = self.run(marked)
-            mine = run_id is not None and run_id not in self.live
+            mine = run_id is not None and not status.RunDir(f"{self.runs[0]}{run_id}").alive()
             return (f"with the environment of {run_id}", True) if mine else ("", False)
         here = procfs.link(pid, "cwd") or ""
         run_id = self.run(here)
