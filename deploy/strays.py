@@ -20,6 +20,7 @@ from trainer import status
 ENDING = 0.3  # seconds that what a run has just left behind gets to be gone, ...
 DYING = 2.0  # ... and what would keep the next one from starting: a killed trainer frees its memory first
 MOST = 4  # are named
+READING = "on the checkpoints"  # where a process is that only names them
 SHOWN = 120  # characters of a command
 
 
@@ -38,8 +39,8 @@ def question(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
 def look(state_root: str, name: str, programs: list[str], known: list[int]) -> list[dict[str, Any]]:
     """``{"pid", "command", "age", "where", "same"}`` of each process that is in a place of `name`'s.
 
-    `same`: it runs one of `programs`, those that runs of the name were started with. `known` are processes
-    of runs in progress; one in the environment of a run that has begun meanwhile is none, either.
+    `same`: it trains for certain, as it runs one of `programs`, those that runs of the name were started with,
+    and works there. `known` are processes of runs in progress; one in the environment of a run that has begun meanwhile is none, either.
     """
     places = _Places(state_root, name)
     began = time.monotonic()
@@ -89,7 +90,7 @@ class _Places:
             if f"{here}/".startswith(f"{place}/"):
                 return f"in the checkpoints of {self.name}", False
             if any(place in word for word in words):
-                return f"on the checkpoints of {self.name}", False
+                return f"{READING} of {self.name}", False
         return "", False
 
 
@@ -109,6 +110,8 @@ def _found(places: _Places, programs: set[str], known: set[int]) -> list[dict[st
         if not where or procfs.link(pid, "ns/mnt") != mounts:  # in a container the same path is another place
             continue
         same = program(words) in programs
+        # Training scripts evaluate, too: naming a checkpoint is not yet training.
+        certain = same and not where.startswith(READING)
         if not (same or marked or _kind(program(words)) in kinds):  # a shell, a pager: somebody looks at it
             continue
         started = booted + process["start"] / procfs.TICK if booted else None
@@ -119,7 +122,7 @@ def _found(places: _Places, programs: set[str], known: set[int]) -> list[dict[st
                 "command": command if len(command) <= SHOWN else command[: SHOWN - 1] + "…",
                 "age": None if started is None else max(0.0, time.time() - started),
                 "where": where,
-                "same": same,
+                "same": certain,
             }
         )
     return found

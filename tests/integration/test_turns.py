@@ -283,6 +283,7 @@ def test_processes_in_a_names_places_are_told_apart(tmp_path: Path, by_hand: Any
         by_hand(train, tmp_path, **{mark: str(over)}): ("with the environment of 0001-demo", True),
         by_hand(evaluate, saved): ("in the checkpoints of demo", False),
         by_hand([*evaluate, f"--from={saved}/latest"], tmp_path): ("on the checkpoints of demo", False),
+        by_hand([*train, f"--evaluate={saved}/latest"], tmp_path): ("on the checkpoints of demo", False),
         by_hand(["sh", "-c", "echo up; exec sleep 100"], tmp_path, **{mark: str(over)}): (
             "with the environment of 0001-demo",
             False,
