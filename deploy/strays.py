@@ -39,8 +39,9 @@ def question(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
 def look(state_root: str, name: str, programs: list[str], known: list[int]) -> list[dict[str, Any]]:
     """``{"pid", "command", "age", "where", "same"}`` of each process that is in a place of `name`'s.
 
-    `same`: it trains for certain, as it runs one of `programs`, those that runs of the name were started with,
-    and works there. `known` are processes of runs in progress; one in the environment of a run that has begun meanwhile is none, either.
+    `same`: it trains for certain, as it runs one of `programs`, those that runs of the name were started
+    with, and works there. `known` are processes of runs in progress; one in the environment of a run that
+    has begun meanwhile is none, either.
     """
     places = _Places(state_root, name)
     began = time.monotonic()
