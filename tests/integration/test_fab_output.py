@@ -99,7 +99,9 @@ def test_ctrl_c_between_the_beginning_of_a_task_and_its_own_code(monkeypatch: py
     sys.path.insert(0, str(CHECKOUT))
     import fabfile
 
-    monkeypatch.setattr(fabfile.early, "begin", begin)
+    from deploy import menu
+
+    monkeypatch.setattr(menu.early, "begin", begin)
     with pytest.raises(Exit) as ended:
         fabfile.compare(Context(), "a", "b")
     assert ended.value.code == 130
