@@ -15,7 +15,7 @@ RUN ?=
 PYTHON ?=
 TESTS ?=
 # Tests wait for processes part of the time, so there are more workers than CPUs; each takes half a GB.
-WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 9 ? n + 1 : 10)))
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 8 ? n + 2 : 10)))
 # Values reach the recipes through the environment, as they are: neither make nor the shell reads them as code.
 override HOST := $(value HOST)
 override NAME := $(value NAME)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 from deployed import until
-from test_compose_deploy import COUNTING, Remote, remote  # noqa: F401  (the fixture)
+from test_compose_deploy import Remote, remote  # noqa: F401  (the fixture)
 
 pytestmark = [pytest.mark.engine, pytest.mark.sshd, pytest.mark.root, pytest.mark.slow]
 
@@ -21,7 +21,7 @@ def test_a_deploy_whose_run_dies_before_its_first_step_gives_way_to_the_release_
     name = remote.box.state / "names" / first.run().name
     good = os.readlink(name / "current")
     file = remote.root / "runs" / "demo.yaml"
-    broken = COUNTING.replace("IMAGE", "python:3.11-slim-bookworm").replace(
+    broken = file.read_text().replace(
         '  print("user"', '  raise SystemExit("no kernel image is available")\n  print("user"'
     )
     file.write_text(broken + "restart: {attempts: 0}\n")

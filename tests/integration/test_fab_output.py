@@ -98,7 +98,6 @@ def test_ctrl_c_between_the_beginning_of_a_task_and_its_own_code(monkeypatch: py
 
     sys.path.insert(0, str(CHECKOUT))
     import fabfile
-
     from deploy import menu
 
     monkeypatch.setattr(menu.early, "begin", begin)

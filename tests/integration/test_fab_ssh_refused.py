@@ -106,7 +106,7 @@ def test_a_state_directory_of_another_user_is_named_with_its_owner(far: Callable
     ada.state.mkdir()
     assert (
         f"the state directory {ada.state} cannot be written (it belongs to uid 0, you are ada, uid 20001); deploy as its owner, "
-        "or choose another with state: in fabric.yaml or DRAFTHOUSE_STATE"
+        "or choose another with state: in fabric.yaml"
     ) in refused(ada)
     os.chown(ada.state, 20001, 20001)
     root = far()

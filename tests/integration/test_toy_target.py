@@ -21,7 +21,10 @@ from trainer.data import Completions
 from trainer.errors import InputError
 from trainer.modeldir import default_mask_token, tokenizer_digest
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("trainings"),
+]  # one process has imported torch for them
 TINY = toy.RECIPES["tiny"]
 
 

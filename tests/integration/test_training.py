@@ -23,6 +23,8 @@ from trainings import python, trainer
 from trainer import __main__ as program
 from trainer.status import RunDir
 
+pytestmark = pytest.mark.xdist_group("trainings")  # one process has imported torch for them
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

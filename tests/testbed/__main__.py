@@ -47,7 +47,7 @@ def doctor() -> int:
 def prepare() -> int:
     """make what an engine's tests begin with, the base images and the product's, in the work directory"""
     work_directory().mkdir(parents=True, exist_ok=True)
-    with engine.running() as docker:
+    with engine.preparing(), engine.running() as docker:
         base_image.provide(docker.command)
         Compose(docker, CHECKOUT / "compose.yaml").run("build", timeout=1200)
     return 0

@@ -18,6 +18,7 @@ from .docker import Docker
 from .place import RUN, TestbedError, run, work_directory
 
 LOCK = RUN.with_suffix(".lock")
+PREPARING = "prepare.lock"  # in the work directory
 CGROUP = "drafthouse-testbed"
 FURTHER = (2, 3)  # the engines of other machines, see testbed.second
 CGROUPS = Path("/sys/fs/cgroup")
@@ -101,6 +102,20 @@ def answers(path: Path) -> bool:
         connection.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
         return b" 200 " in connection.recv(64)
     return False
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """While images are made in the work directory; sessions that use it wait (see `wait_for_preparing`)."""
+    with open(work_directory() / PREPARING, "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def wait_for_preparing() -> None:
+    """Return once `python3 -m tests.testbed prepare` has ended, if it is at work in our work directory."""
+    with contextlib.suppress(FileNotFoundError), open(work_directory() / PREPARING, "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 @contextlib.contextmanager

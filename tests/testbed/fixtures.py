@@ -11,7 +11,7 @@ import pytest
 from . import base_image
 from .bare import BareMachines
 from .docker import Compose, Docker
-from .engine import running
+from .engine import running, wait_for_preparing
 from .gpubox import GpuBox
 from .place import CHECKOUT, work_directory
 from .second import SecondEngine
@@ -32,6 +32,7 @@ def engine(testbed_directory: Path) -> Iterator[Docker]:
 
     DRAFTHOUSE_TESTBED_ENGINE names one that `python3 -m tests.testbed up` has brought up, and keeps up.
     """
+    wait_for_preparing()
     with running() as docker:
         yield docker
 

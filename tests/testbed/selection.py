@@ -47,8 +47,8 @@ class Selection:
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
         """What one worker has to run, test after test, is what the others would wait for at the end."""
         if hasattr(item.config, "workerinput") and os.geteuid() == 0:
-            only_here = item.get_closest_marker("xdist_group") is not None
-            os.setpriority(os.PRIO_PROCESS, 0, 0 if only_here else GIVES_WAY)
+            first = ONE_FOR_ALL & set(getattr(item, "fixturenames", ()))
+            os.setpriority(os.PRIO_PROCESS, 0, 0 if first else GIVES_WAY)
 
     @pytest.hookimpl(trylast=True)  # after -m and -k: what nobody asked for is not left out
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from invoke import Collection
 
+from deploy import menu
+
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = [
     "bootstrap", "compare", "deploy", "diff", "peek", "plan", "prune", "pull", "reference", "render",
@@ -47,9 +49,6 @@ def test_every_flag_is_explained_and_none_is_short(collection: Collection) -> No
 
 
 def test_a_hint_can_be_typed_as_it_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT))
-    import fabfile
-
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     program = tmp_path / ".venv" / "bin" / "fab"
     program.write_text("#!/bin/sh\n")
@@ -58,9 +57,9 @@ def test_a_hint_can_be_typed_as_it_stands(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(sys, "argv", [str(program), "status"])
     monkeypatch.setenv("PATH", "/nowhere")
     hint = "next: fab tail --name prefab; the fab deploys"
-    assert fabfile.here(hint) == "next: .venv/bin/fab tail --name prefab; the .venv/bin/fab deploys"
+    assert menu.here(hint) == "next: .venv/bin/fab tail --name prefab; the .venv/bin/fab deploys"
     monkeypatch.setenv("PATH", str(program.parent))
-    assert fabfile.here(hint) == hint
+    assert menu.here(hint) == hint
 
 
 def test_no_task_has_a_parameter_named_hosts_which_would_shadow_fabrics_own(collection: Collection) -> None:
