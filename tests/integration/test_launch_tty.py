@@ -120,8 +120,8 @@ def test_a_run_with_a_terminal_stops_and_records_its_end_as_any_other(tmp_path: 
     source = """
 import os, signal, subprocess, sys, time
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # keeps the terminal open
-print(child.pid, flush=True)
 signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), os._exit(5)))
+print(child.pid, flush=True)
 while True: time.sleep(0.05)
 """
     with launched(tmp_path, python(source), tty=True, restart_attempts=3) as run:

@@ -293,14 +293,15 @@ def test_peek_shows_what_a_run_holds_back_and_why(fab):
 
 @pytest.mark.slow
 def test_a_run_of_another_program_is_told_of_tty_and_launch_is_not_listed(fab):
-    fab.file("command: [sleep, 1000]\ngrace_seconds: 1\n")
+    fab.file("command: [sh, -c, 'echo up; exec sleep 1000']\ngrace_seconds: 1\nsettle_seconds: 0\n")
     fab.ok("deploy", "--no-follow")
     done = fab.run("peek")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("no process of this run on localhost is a Python (sleep 1000): what ")
     assert done.stderr.endswith("tty: true in the run's file makes it write each line\n")
     program = "print(1); import time; time.sleep(1000)"
-    fab.file(f"command: [sh, -c, \"sleep 1000 & exec python -I -c '{program}'\"]\n")
+    words = f"echo up; sleep 1000 & exec python -I -c '{program}'"
+    fab.file(f"command: [sh, -c, {json.dumps(words)}]\ngrace_seconds: 1\nsettle_seconds: 0\n")
     fab.ok("restart", "--no-follow")
     until(lambda: "│ 1" in fab.run("peek").stdout)
     lines = fab.ok("peek").splitlines()
