@@ -29,7 +29,9 @@ command:
 - python3
 - -c
 - |
-  import itertools, os, time
+  import itertools, os, sys, time
+  sys.stderr = open(2, "w", closefd=False)
+  print("held back", file=sys.stderr)
   weights = os.environ["DRAFTHOUSE_WEIGHTS"]
   print("weights", open(weights + "/model.safetensors", "rb").read()[-4:], flush=True)
   print("user", os.getuid(), "level", os.environ["LEVEL"], "secret", os.environ.get("TOKEN"), flush=True)
@@ -119,6 +121,9 @@ def test_a_container_is_deployed_left_alone_changed_brought_back_by_a_boot_and_s
     assert (remote.box.state / "names" / NAME / "checkpoints" / "mark").read_text() == "x"
     assert first.path.stat().st_gid == 10001
     assert len(remote.containers()) == 1
+    (peeked,) = json.loads(remote.ok("peek", "--json"))["processes"]  # read from outside of the container
+    assert peeked["pid"] != peeked["nspid"]
+    assert [stream["text"] for stream in peeked["streams"] if stream["bytes"]] == ["held back\n"]
     before = remote.containers()
     boot = json.loads((first.path / "boot.json").read_text())
     assert boot["spec"]["start"]["container"]["project"] == f"drafthouse-{NAME}"
