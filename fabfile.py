@@ -60,25 +60,15 @@ def deploy(
     debug: bool = False,
 ) -> int | None:
     """Make the host run what the files say, then follow the log."""
-    from deploy import actions, target
+    from deploy import target
 
     patience = waits(lock_wait)
     goal = target.one(host, ROOT, accept_new_host_key)
     looks_only = dry_run or context.config.run.dry
-    planned = functools.partial(
-        actions.plan_deploy,
-        "deploy",
-        goal,
-        actions.recipe(goal, run, name, set),
-        install=not no_install,
-        build=build,
-        rollback=rollback_on_failure,
-        lock_wait=patience,
-        progress=say,
-        watch=None if looks_only else functools.partial(conduct.attach, goal),
-    )
-    return conduct.carry_out(
-        goal, planned, looks_only=looks_only, json=json, no_follow=no_follow, lock_wait=patience
+    shown = {"looks_only": looks_only, "json": json, "no_follow": no_follow, "lock_wait": patience}
+    made_from = (goal, run, name, set)
+    return conduct.change(
+        "deploy", *made_from, install=not no_install, build=build, rollback=rollback_on_failure, **shown
     )
 
 
@@ -101,7 +91,7 @@ def restart(
     debug: bool = False,
 ) -> int | None:
     """Save, stop, and start anew with what the files say now."""
-    from deploy import actions, target
+    from deploy import target
 
     patience = waits(lock_wait)
     if same and set:
@@ -114,19 +104,10 @@ def restart(
     shown = {"looks_only": looks_only, "json": json, "no_follow": no_follow, "lock_wait": patience}
     if same:
         return conduct.again("restart", goal, run, name, install=not no_install, **shown)
-    planned = functools.partial(
-        actions.plan_deploy,
-        "restart",
-        goal,
-        actions.recipe(goal, run, name, set),
-        install=not no_install,
-        build=build,
-        rollback=rollback_on_failure,
-        lock_wait=patience,
-        progress=say,
-        watch=None if looks_only else functools.partial(conduct.attach, goal),
+    made_from = (goal, run, name, set)
+    return conduct.change(
+        "restart", *made_from, install=not no_install, build=build, rollback=rollback_on_failure, **shown
     )
-    return conduct.carry_out(goal, planned, **shown)
 
 
 @task()
@@ -238,21 +219,12 @@ def plan(
     debug: bool = False,
 ) -> int | None:
     """Show what deploy would do, and change nothing."""
-    from deploy import actions, target
+    from deploy import target
 
     patience = waits(lock_wait)
     goal = target.one(host, ROOT, accept_new_host_key)
-    planned = functools.partial(
-        actions.plan_deploy,
-        "deploy",
-        goal,
-        actions.recipe(goal, run, name, set),
-        install=not no_install,
-        build=build,
-        lock_wait=patience,
-        progress=say,
-    )
-    return conduct.carry_out(goal, planned, looks_only=True, json=json, no_follow=True, lock_wait=patience)
+    shown = {"looks_only": True, "json": json, "no_follow": True, "lock_wait": patience}
+    return conduct.change("deploy", goal, run, name, set, install=not no_install, build=build, **shown)
 
 
 @task(iterable=["set"])

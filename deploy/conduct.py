@@ -59,6 +59,37 @@ def watch_switch(goal: Any, record: str, **more: Any) -> Any:
         raise Exit(text, code=interrupt.CODE) from None
 
 
+def change(
+    task: str,
+    goal: Any,
+    run: str | None,
+    name: str | None,
+    set: Any,
+    *,
+    looks_only: bool,
+    lock_wait: Any,
+    json: bool,
+    no_follow: bool,
+    **made_from: Any,
+) -> int | None:
+    """Make the host run what the files say now: what deploy, restart and plan have in common."""
+    from deploy import actions
+
+    planned = functools.partial(
+        actions.plan_deploy,
+        task,
+        goal,
+        actions.recipe(goal, run, name, set),
+        **made_from,
+        lock_wait=lock_wait,
+        progress=say,
+        watch=None if looks_only else functools.partial(attach, goal),
+    )
+    return carry_out(
+        goal, planned, looks_only=looks_only, json=json, no_follow=no_follow, lock_wait=lock_wait
+    )
+
+
 def again(
     task: str,
     goal: Any,

@@ -22,17 +22,10 @@ SHOW = (
 HOSTILE = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=60)
 
 
-def available(program: str) -> str:
-    found = shutil.which(program)
-    if found is None:
-        pytest.skip(f"{program} is not on this machine: python3 -m tests.testbed install")
-    return found
-
-
-@pytest.fixture(params=["dash", "bash"])
+@pytest.fixture(params=[pytest.param(shell, marks=pytest.mark.program(shell)) for shell in ("dash", "bash")])
 def path(request, tmp_path: Path) -> str:
     """A PATH in which `sh` is another shell."""
-    (tmp_path / "sh").symlink_to(available(request.param))
+    (tmp_path / "sh").symlink_to(shutil.which(request.param))
     return f"{tmp_path}:{os.environ['PATH']}"
 
 
@@ -81,7 +74,7 @@ def test_variables_that_a_shell_keeps_for_itself_arrive(path, name):
 
 def test_the_program_is_looked_for_in_the_path_that_it_gets(path, tmp_path):
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "only-here").symlink_to(available("true"))
+    (tmp_path / "bin" / "only-here").symlink_to(shutil.which("true"))
     request = Request(["only-here"], {"PATH": f"{tmp_path / 'bin'}:{path}"})
     assert run(request, path).returncode == 0
 

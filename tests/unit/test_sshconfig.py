@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from deploy import sshconfig
 from deploy.errors import DeployError
 
-needs_ssh = pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh on this machine")
+needs_ssh = pytest.mark.program("ssh")
 
 
 @pytest.mark.parametrize(
