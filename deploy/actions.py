@@ -192,7 +192,8 @@ def plan_again(
     sources: Mapping[str, settings.SecretSource] = {}
     kept = restage = None
     if made.acts:
-        others = onhost.ask(goal.host, "deploy.strays:look", *strays.question(facts, name).values())
+        asked = {"strays": strays.question(facts, name)}
+        others = onhost.ask(goal.host, "deploy.lookup:look", asked, timeout=survey.LOOK_TIMEOUT)["strays"]
         apart = strays.checks(others, name, goal.settings.name)
         preflight.refuse(apart)
         made = dataclasses.replace(made, warnings=(*made.warnings, *preflight.warnings(apart)))

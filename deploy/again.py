@@ -12,6 +12,7 @@ from typing import Any
 
 from deploy import release
 from deploy.errors import USAGE, DeployError, nearest
+from deploy.health_words import command
 from trainer import status
 
 OURS = "drafthouse:"  # before the digest of every image that we build
@@ -25,7 +26,7 @@ def which(task: str, host: str, name: str, facts: Mapping[str, Any], release_id:
     if current is None and there:
         raise DeployError(
             f"{name} on {host} has no current release, as the link names/{name}/current is not there; "
-            f"fab deploy --name {name} puts it right"
+            f"{command('deploy', name, host)} puts it right"
         )
     if current is None:
         offered = nearest(name, [one for one in facts["names"] if one != name])
@@ -36,12 +37,12 @@ def which(task: str, host: str, name: str, facts: Mapping[str, Any], release_id:
         )
     if release_id is not None:
         if release_id not in there:
-            offered = nearest(release_id, there) or f"; fab runs --name {name} shows which there are"
+            offered = nearest(release_id, there) or f"; {command('runs', name, host)} shows which there are"
             raise DeployError(f"there is no release {release_id} of {name} on {host}{offered}", code=USAGE)
         if release_id == current and task == "rollback":
             raise DeployError(
                 f"release {release_id} of {name} is the current one on {host}; "
-                f"fab restart --same --name {name} starts it again"
+                f"{command('restart', name, host, '--same')} starts it again"
             )
         return release_id
     if task != "rollback":
@@ -73,7 +74,7 @@ def after_switch(
     if words.get("task") == "rollback" and current is not None and release_id in (None, current):
         return str(current)
     if release_id is None:
-        back = f"; fab rollback --name {name} goes back to {previous}" if previous else ""
+        back = f"; {command('rollback', name, host)} goes back to {previous}" if previous else ""
         raise DeployError(
             f"nothing was rolled back: {words.get('by', 'somebody')} has just made {current} the release of "
             f"{name} on {host}{back}"

@@ -18,6 +18,7 @@ from invoke import Exit
 
 from deploy import interrupt
 from deploy.errors import USAGE, DeployError
+from deploy.health_words import command
 from deploy.menu import here, say, show
 
 EARLY = 600.0  # seconds, in which a run that fails is taken for one that never worked
@@ -36,9 +37,8 @@ def follow(
         else:
             code = logs.follow_name(goal.host, state, name, **shown)
     except KeyboardInterrupt:
-        where = goal.settings.name
-        on = f"--name {name}" if where == "localhost" else f"--host {where} --name {name}"
-        text = f"\nthe run goes on; fab tail {on} follows it again, fab stop {on} ends it"
+        tail, stop = (command(task, name, goal.settings.name) for task in ("tail", "stop"))
+        text = f"\nthe run goes on; {tail} follows it again, {stop} ends it"
         raise Exit(here(text), code=interrupt.CODE) from None
     return code or 0
 
@@ -128,7 +128,7 @@ def carry_out(
     no_follow: bool,
     lock_wait: Any,
 ) -> int | None:
-    """Show a plan, do it, follow the log: the end of deploy and restart."""
+    """Show a plan, do it, follow the log: the end of every task that starts something."""
     from deploy import execute, turn
 
     def act(made: Any, work: Any) -> Any:
@@ -192,8 +192,7 @@ def failed(outcome: Any, made: Any) -> int:
 def way_back(made: Any) -> None:
     """After a new release failed: how to have the one before again."""
     if made.release_before and made.release != made.release_before and made.task != "rollback":
-        where = "" if made.host == "localhost" else f" --host {made.host}"
-        say(f"fab rollback{where} --name {made.name} goes back to release {made.release_before}")
+        say(f"{command('rollback', made.name, made.host)} goes back to release {made.release_before}")
 
 
 def attach(goal: Any, name: str, words: Any, until: str | None = None) -> Any:
@@ -214,7 +213,7 @@ def agreed(question: str, yes: bool) -> bool:
         return True
     if not sys.stdin.isatty() or threading.current_thread() is not threading.main_thread():
         raise DeployError("nothing was done: there is no terminal to ask on; --yes does it", code=USAGE)
-    print(f"{question} [y/N] ", end="", flush=True)
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)  # never in an answer for scripts
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -234,7 +233,7 @@ def status_once(goals: Any, name: str | None, run_id: str | None, verbose: bool,
                 say(answer.error)
             elif not json and not answer.rows and not (name or run_id):
                 print(here(overview.nothing(answer.goal, answer.facts, name)), flush=True)
-            if verbose and answer.round_trip is not None:
+            if verbose and not json and answer.round_trip is not None:
                 print(f"link to {answer.goal.settings.name}: {1000 * answer.round_trip:.0f} ms round trip")
             for problem in answer.facts.get("problems", []):
                 say(f"could not be read: {problem}")

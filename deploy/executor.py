@@ -19,6 +19,7 @@ from fabric.executor import Executor
 from fabric.tasks import ConnectionCall
 from invoke import Exit
 
+from deploy import interrupt
 from deploy.errors import USAGE, DeployError
 from deploy.prefixed import Prefixed
 
@@ -76,7 +77,7 @@ class Parallel(Executor):
             threading.Thread(target=work, args=pair, daemon=True) for pair in zip(calls, names, strict=True)
         ]
         if threading.current_thread() is threading.main_thread():  # the tasks, which are elsewhere, do not
-            signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+            signal.signal(signal.SIGINT, lambda *_: sys.exit(interrupt.CODE))
         stdout, stderr = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = out, err
         try:

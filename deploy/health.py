@@ -187,26 +187,21 @@ def without_heartbeat(run: dict[str, Any], now: float, work: Work) -> Doing:
             words = f"sends no heartbeat; it {elsewhere[1]}, the newest {ago(now, elsewhere[0])}"
             return Doing("training", words)
     found = computing(run, work, bool(said.bytes))
+    further = found.task if found.task == "peek" or idle(work) else "tail"
     died = deaths.dead_children(work, badly=True)
     if said.bytes and age <= QUIET_WORK:
         words = f"{said.bytes:,.0f} bytes of output, the newest {ago(now, said.newest)}"
         words = f"sends no heartbeat; {words}" if own else f"no heartbeat yet; {words}"
         task = "tail"
         if age > QUIET:
-            words, task = (
-                f"{words}, {found.reason}",
-                found.task if found.task == "peek" or idle(work) else task,
-            )
+            words, task = f"{words}, {found.reason}", further
         elif died:
             words, task = f"{words}, {died}", "stacks"
         return Doing("training" if own else "starting", words + last_line(run), task)
     if began is not None and now - began < QUIET and not said.bytes:
         words, task = f"began {ago(now, began)}, no output and no heartbeat yet", "tail"
         if now - began > SETTLED or died:
-            words, task = (
-                f"{words}, {found.reason}",
-                found.task if found.task == "peek" or idle(work) else task,
-            )
+            words, task = f"{words}, {found.reason}", further
         return Doing("starting", words, task)
     return Doing(found.word, f"{silence}, {found.reason}", found.task, found.there)
 

@@ -145,7 +145,8 @@ def _with_file(goal: Target, run: Mapping[str, Any], command: str | None) -> str
     """
     file = (run["run"] or {}).get("run_file")
     if command is not None and command.startswith(f"ssh {goal.settings.name} "):
-        return command.replace(goal.settings.name, goal.settings.address or goal.settings.name, 1)
+        name, address = goal.settings.name, goal.settings.address or goal.settings.name
+        return command.replace(f"ssh {name} ", f"ssh {address} ", 1)
     renders = command is not None and command.startswith(("fab deploy", "fab restart"))
     if command is None or not renders or not isinstance(file, str) or not file:
         return command

@@ -13,6 +13,7 @@ from typing import Any
 from deploy import container, devices, mask, runtimes
 from deploy.checks import Check
 from deploy.errors import DeployError
+from deploy.health_words import command
 from deploy.runtimes import compose
 from deploy.settings import TOY, HostSettings, RunSettings
 from deploy.sizes import age, size
@@ -64,7 +65,7 @@ def _no_container(survey: Survey, host: HostSettings, run: RunSettings) -> list[
         return []
     wanted, why = runtimes.choose(host, survey.facts)
     if survey.live is not None:
-        stop = f"fab stop --name {run.name}"
+        stop = command("stop", run.name, host.name)
         return [
             Check(
                 "image",

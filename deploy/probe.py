@@ -78,6 +78,7 @@ class Probe:
         self.shm = shm
         self.sample = sample
         self.problems: list[str] = []
+        self.booted = procfs.boot_time()
 
     def facts(self) -> dict[str, Any]:
         began = time.monotonic()
@@ -111,7 +112,7 @@ class Probe:
             "home": os.path.expanduser("~"),
             "python": ".".join(str(part) for part in sys.version_info[:3]),
             "python_path": sys.executable,
-            "boot_time": procfs.boot_time(),
+            "boot_time": self.booted,
             "clock_ticks": os.sysconf("SC_CLK_TCK"),
             "sample_seconds": self.sample,
             "probe_seconds": time.monotonic() - began,
@@ -136,7 +137,7 @@ class Probe:
             "switch": {name: self.holder(name, "switch.lock") or switch[name] for name in names},
             "locks": {name: self.holder(name, "deploy.lock") or locks[name] for name in names},
             "weights": self.weights(),
-            "problems": self.problems,
+            "problems": list(dict.fromkeys(self.problems)),  # a lock is looked at twice
         }
 
     # -- files ---------------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ class Probe:
             "name": name,
             "path": str(run.path),
             "alive": alive,
-            "rebooted": launched is not None and launched < (procfs.boot_time() or 0),
+            "rebooted": launched is not None and launched < (self.booted or 0),
             "run": self.object(run.path / "run.json"),
             "launch": launch,
             "heartbeats": self.heartbeats(run),
@@ -307,11 +308,11 @@ class Probe:
 
     def oom_kills(self, launch: dict[str, Any] | None, ended: bool) -> int | None:
         """Kills for want of memory on this machine since a launch began that is gone without a word."""
-        before, now = number(launch, "oom_kills"), procfs.oom_kills()
-        since, booted = number(launch, "time"), procfs.boot_time()
-        if ended or before is None or now is None or since is None or since < (booted or 0):
+        before, since = number(launch, "oom_kills"), number(launch, "time")
+        if ended or before is None or since is None or since < (self.booted or 0):
             return None
-        return max(0, now - int(before))
+        now = procfs.oom_kills()
+        return None if now is None else max(0, now - int(before))
 
     def heartbeats(self, run: status.RunDir) -> dict[str, Any]:
         found = {}

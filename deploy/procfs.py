@@ -262,9 +262,11 @@ def ran(pid: int) -> int | None:
         tasks = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return None
-    words = [read(pid, f"task/{task}/schedstat").split(b" ")[0] for task in tasks[: MOST_THREADS + 1]]
+    if len(tasks) > MOST_THREADS:
+        return None
+    words = [read(pid, f"task/{task}/schedstat").split(b" ")[0] for task in tasks]
     counts = [int(word) for word in words if word.isdigit()]
-    return sum(counts) if counts and len(words) <= MOST_THREADS else None
+    return sum(counts) if counts else None
 
 
 def oom_kills() -> int | None:

@@ -131,6 +131,8 @@ def of_releases(
 
     The host is asked once for all of them.
     """
+    if not runs:
+        return []
     questions = [_Question.of(project, settings, run, facts) for run in runs]
     wanted = [question.wanted for question in questions]
     answers = (

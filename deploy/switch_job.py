@@ -152,16 +152,21 @@ def take(spec: dict[str, Any], name: Path) -> int:
             raise Begun
         who = f"{other['what']} (by {other['by']})" if "what" in other and "by" in other else "switch"
         raise Refused(f"another {who} of {spec['name']} is under way")
-    words = {
+    files.say(lock, lock_words(spec))
+    return lock
+
+
+def lock_words(spec: dict[str, Any]) -> dict[str, Any]:
+    """What the switch lock is for, and where it is told how it goes on, for those who find it held."""
+    return {
         "what": "switch" if spec["start"] else "stop",
         "run_path": spec["run_path"] or spec["old_run_path"],
+        "record": spec["record"],
         "by": spec["by"],
         "task": spec.get("task"),
         "since": time.time(),
         "pid": os.getpid(),
     }
-    files.say(lock, words)
-    return lock
 
 
 def check_start(spec: dict[str, Any], name: Path) -> None:
@@ -255,6 +260,7 @@ def roll_back(switch: Switch, record: Record) -> str:
             run_path, start = restore(spec, plan)
             inner.update(run_path=run_path, start=start, record=f"{run_path}/switch.json")
             told["run_path"] = run_path
+            files.say(lock, lock_words(inner))
             check_start(inner, switch.name)
         except BaseException:
             os.close(lock)

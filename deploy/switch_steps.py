@@ -356,10 +356,11 @@ class Switch:
 
         return "ok", self.wait_for(step, "step", seconds)
 
-    def settle(self, seconds: float = 0, timeout: float | None = None) -> tuple[str, str]:
+    def settle(self, seconds: float = 0, timeout: float = FIRST_STEP_TIMEOUT) -> tuple[str, str]:
         """A command of one's own tells no steps; but what dies at once did not take one.
 
-        One attempt of it has to live for so long (default: settle_seconds): launch may start several.
+        One attempt of it has to live for so long (default: settle_seconds): launch may start several, for
+        which there is `timeout` besides.
         """
         seconds = seconds or self.spec["settle_seconds"]
         began: float | None = None  # the attempt that we see, by the time of its start
@@ -374,7 +375,7 @@ class Switch:
             long = began is not None and time.monotonic() - since >= seconds and self.run().alive()
             return f"alive for {seconds:g} s (a command of your own tells no steps)" if long else ""
 
-        return "ok", self.wait_for(lives, "sign of life", FIRST_STEP_TIMEOUT if timeout is None else timeout)
+        return "ok", self.wait_for(lives, "sign of life", seconds + timeout)
 
     def first_output(self) -> tuple[str, str]:
         """Of a command without heartbeats: its first output (the line after the banner), or that it lives."""

@@ -135,6 +135,7 @@ def record_of(words: Mapping[str, Any], goal: Target, name: str) -> str:
     """Where the switch whose lock holds `words` writes down what it does."""
     if words.get("record"):
         return str(words["record"])
+    # The words of a job that an older client has started.
     if words.get("what") == "stop" or not words.get("run_path"):
         return f"{survey.layout_of(goal.settings, goal.facts(), name).home}/stop.json"
     return f"{words['run_path']}/switch.json"

@@ -106,6 +106,8 @@ def test_a_run_that_dies_before_its_first_step_gives_way_to_the_release_before(p
     assert f"release {release} runs again as 0003-demo" in outcome.reason
     restored = status.RunDir(place.root / "runs" / "0003-demo")
     assert restored.alive()
+    words = json.loads((place.root / "names" / "demo" / "switch.lock").read_text())
+    assert words["record"] == str(restored.path / "switch.json")  # is what others watch meanwhile
     assert record(new)["rollback"] == {
         "release_id": release,
         "run_path": str(restored.path),

@@ -49,7 +49,7 @@ def test_a_release_that_is_not_there_is_refused_with_the_reason() -> None:
         f"demo on box cannot be rolled back: the files of release {OLD} are gone (pruned); --release takes one of cccccccccccc"
     )
     assert refusal("rollback", "box", "demo", known(), NEW) == (
-        f"release {NEW} of demo is the current one on box; fab restart --same --name demo starts it again"
+        f"release {NEW} of demo is the current one on box; fab restart --host box --name demo --same starts it again"
     )
     assert refusal("rollback", "box", "demo", known(), "aaaaaaaaaaab") == (
         f"there is no release aaaaaaaaaaab of demo on box; did you mean {OLD}?"

@@ -225,7 +225,7 @@ USE = "command: [a]\nimage: {use: my/image:1}\n"
 @pytest.mark.parametrize(
     ("engine", "remedy"),
     [
-        (True, "after fab stop --name demo a deploy starts a container"),
+        (True, "after fab stop --host box --name demo a deploy starts a container"),
         (False, "without it there would be no container either: no Docker engine answers (it is down)"),
     ],
 )
