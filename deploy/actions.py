@@ -83,14 +83,16 @@ def plan_deploy(
     lock_wait: Patience = lock.NONE,
     progress: Progress = silent,
     watch: Watch | None = None,
+    order: turn.Order | None = None,
 ) -> tuple[Plan, Work]:
     """The plan of `deploy` or `restart`, and what carrying it out needs.
 
-    A switch of the name that is at work is watched first, with `watch` (see `turn.take`). With `rollback` the
+    A switch of the name that is at work is watched first, with `watch` (see `turn.take`), and a stop since
+    the task came, by `order`, raises DeployError. With `rollback` the
     release before is started again if the new run dies before its first step.
     """
     run = wanted.settings
-    at = turn.take(goal, run.name, lock_wait, progress, watch)
+    at = turn.take(goal, run.name, lock_wait, progress, watch, order=order)
     facts = at.facts
     found = survey.take(goal.project, goal.host, goal.settings, run, facts, progress)
     new = plan.make_release(found, goal.settings, run)
@@ -152,14 +154,15 @@ def plan_again(
     lock_wait: Patience = lock.NONE,
     progress: Progress = silent,
     watch: Watch | None = None,
+    order: turn.Order | None = None,
 ) -> tuple[Plan, Work]:
     """The plan of `start`, `rollback` and `restart --same`: a release on the host, as it was deployed.
 
     Without `release_id` the current one is meant, for a rollback the one before. A switch of the name that is
-    at work is watched first. Raises DeployError, before anything is touched, if what it needs is gone: its
-    files, image, weights or secrets.
+    at work is watched first. Raises DeployError, before anything is touched, if what it needs is gone (its
+    files, image, weights or secrets), or if the name was stopped since the task came, by `order`.
     """
-    at = turn.take(goal, name, lock_wait, progress, watch)
+    at = turn.take(goal, name, lock_wait, progress, watch, order=order)
     facts = at.facts
     if task == "rollback" and at.watched is not None and at.fresh:
         wanted = again.after_switch(at.watched, goal.settings.name, name, facts, release_id)
@@ -306,7 +309,7 @@ def diff(goal: Target, wanted: Recipe, progress: Progress = silent) -> str:
     if before is None:
         return f"release {old} is damaged or gone; fab deploy would write {new.id}"
     edited = release.edited(facts, wanted.settings.name, old)
-    edited = [*plan.changed_secrets(found), *edited]
+    edited = [*plan.changed_secrets(found), *plan.unread_secrets(found), *edited]
     if old == new.id:
         return "\n".join([f"no difference: release {old} is what would be rendered", *edited])
     lines = [f"release {old} → {new.id}", *release.differences(before[0], before[1], new), *edited, ""]

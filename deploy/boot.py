@@ -134,7 +134,7 @@ def decide(runs: Sequence[status.RunDir]) -> Decision:
             continue  # the one before it was left running, or none was touched
         if exit is None:
             return Decision(run, f"run {name} was in progress when the machine or its engine went down")
-        if exit.reason == "stopped" and not asked_by_a_person(exit):
+        if exit.reason == "stopped" and not a_person(exit.asked_by):
             return Decision(run, f"run {name} was stopped by {exit.asked_by or 'a signal'}, not by a person")
         if exit.reason == "stopped":
             return Decision(None, f"run {name} was stopped by {exit.asked_by}: fab start starts it again")
@@ -146,8 +146,9 @@ def decide(runs: Sequence[status.RunDir]) -> Decision:
     return Decision(None, "there is no run that was ever started")
 
 
-def asked_by_a_person(exit: status.Exit) -> bool:
-    asked = exit.asked_by or SIGNALS[0]
+def a_person(asked_by: str | None) -> bool:
+    """Whether a run was stopped by somebody, by the `asked_by` of its exit.json, or only by a signal."""
+    asked = asked_by or SIGNALS[0]
     return asked not in SIGNALS and not asked.startswith(SHUTDOWN)
 
 

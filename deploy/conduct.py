@@ -73,7 +73,7 @@ def change(
     **made_from: Any,
 ) -> int | None:
     """Make the host run what the files say now: what deploy, restart and plan have in common."""
-    from deploy import actions
+    from deploy import actions, turn
 
     planned = functools.partial(
         actions.plan_deploy,
@@ -84,6 +84,7 @@ def change(
         lock_wait=lock_wait,
         progress=say,
         watch=None if looks_only else functools.partial(attach, goal),
+        order=None if looks_only else turn.Order(),
     )
     return carry_out(
         goal, planned, looks_only=looks_only, json=json, no_follow=no_follow, lock_wait=lock_wait
@@ -103,7 +104,7 @@ def again(
     **shown: Any,
 ) -> int | None:
     """Start a release that is on the host: what start, rollback and restart --same have in common."""
-    from deploy import actions
+    from deploy import actions, turn
 
     planned = functools.partial(
         actions.plan_again,
@@ -115,6 +116,7 @@ def again(
         lock_wait=lock_wait,
         progress=say,
         watch=None if looks_only else functools.partial(attach, goal),
+        order=None if looks_only else turn.Order(),
     )
     return carry_out(goal, planned, looks_only=looks_only, lock_wait=lock_wait, **shown)
 
@@ -153,25 +155,35 @@ def carry_out(
         show({"plan": made.to_json(), "run_id": Path(path).name, "outcome": vars(outcome)})
     if outcome.word != "done":
         return failed(outcome, made)
-    end = execute.ended(goal.host, path)
-    say(f"{Path(path).name} {'has ' + end['reason'] + ' already' if end else 'is running'}")
-    if end and end["code"] and not json:
+    end, changing = execute.after_switch(made, goal.host, path)
+    say(f"{Path(path).name} {became(end, changing)}")
+    if end and end["code"] and end["reason"] == "failed" and not json:
         if no_follow:  # who follows sees them in the log
             for line in end.get("last_lines") or ():
                 say(f"  │ {line}")
         say(f"exit code {end['code']}" + (f": {end['message']}" if end.get("message") else ""))
         way_back(made)
     if end and (no_follow or json):
-        return int(end["code"])
+        return 1 if end["reason"] == "stopped" else int(end["code"])
     if no_follow or json:
         return None
     began = time.monotonic()
     code = follow(goal, made.name, state=made.layout.state)
     if code and not end and time.monotonic() - began < EARLY:
-        end = execute.ended(goal.host, path)
+        end, _ = execute.after_switch(made, goal.host, path)
         if end and end["reason"] == "failed":  # (its log has said how)
             way_back(made)
     return code
+
+
+def became(end: Any, changing: Any) -> str:
+    """What has become of a run whose switch is done: by its exit.json, and the words of the switch lock."""
+    from deploy import show
+
+    if end:
+        by = f" by {end['asked_by']}" if end.get("asked_by") else ""
+        return f"was stopped{by}" if end["reason"] == "stopped" else f"has {end['reason']} already"
+    return "is running" if changing is None else f"is running, but {show.under_way(changing)} is under way"
 
 
 def failed(outcome: Any, made: Any) -> int:
@@ -179,14 +191,18 @@ def failed(outcome: Any, made: Any) -> int:
 
     Returns the exit code: that of a command which began and died, else 1.
     """
+    exit = outcome.exit or {}
+    if exit.get("reason") == "stopped":  # no fault of what was deployed
+        say(f"{made.task} of {made.name} was cut short: the new run {became(exit, None)}")
+        return 1
     for line in outcome.last_lines:
         say(f"  │ {line}")
     say(f"{made.task} of {made.name} failed: {outcome.reason}")
     steps = {step["name"] for step in outcome.steps}
     if "start" in steps and "rollback" not in steps:
         way_back(made)
-    died = outcome.exit if any(step["name"] == "settled" for step in outcome.steps) else None
-    return int(died["code"]) if died else 1
+    died = exit if any(step["name"] == "settled" for step in outcome.steps) else {}
+    return int(died.get("code") or 1)
 
 
 def way_back(made: Any) -> None:

@@ -331,10 +331,12 @@ def mend(plan: Plan, host: Host, report: Report, lock_wait: Patience = lock.NONE
         onhost.ask(host, "deploy.release_store:make_current", layout.home, plan.release)
 
 
-def ended(host: Host, run_path: str) -> dict[str, Any] | None:
-    """exit.json of a run that is over already, like a command that fails at once."""
-    data = host.read(f"{run_path}/exit.json")
-    return json.loads(data) if data else None
+def after_switch(
+    plan: Plan, host: Host, run_path: str
+) -> tuple[dict[str, Any] | None, Mapping[str, Any] | None]:
+    """What became of a run since its switch: its exit.json, if it is over, and who changes the name now."""
+    found = onhost.ask(host, "deploy.lookup:after_switch", plan.layout.state, plan.name, run_path)
+    return found["exit"], found["switch"]
 
 
 def install(host: Host, argv: tuple[str, ...], report: Report) -> None:

@@ -6,14 +6,16 @@ Python >= 3.9.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy import engine, strays, typedpath, weights_store
+from deploy import engine, files, strays, typedpath, weights_store
 from deploy.errors import DeployError
+from trainer import status
 
 PYTHON_TIMEOUT = 20.0  # seconds for the trainer's Python to say who it is; a disk may be asleep
 
@@ -84,6 +86,17 @@ def state(checkpoints: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def after_switch(state_root: str, name: str, run_path: str) -> dict[str, Any]:
+    """exit.json of a run that a switch has started (None while it goes on), and who changes the name now."""
+    run = status.RunDir(run_path)
+    try:
+        exit = run.exit()
+    except ValueError:
+        exit = None
+    holder = files.holder(Path(state_root, "names", name, "switch.lock"))
+    return {"exit": dataclasses.asdict(exit) if exit else None, "switch": holder}
 
 
 def secrets(path: str, values: dict[str, str]) -> list[str]:

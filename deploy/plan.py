@@ -238,6 +238,7 @@ def make(
         link=str(known.get("current") or "") if unchanged and astray else None,
         warnings=(
             *preflight.warnings(found),
+            *(unread_secrets(survey) if unchanged else ()),
             *(_changed(facts, run.name, new.id) if unchanged else _nothing_left(survey, run)),
             *(check.sentence for check in apart if unchanged and not check.warning),
         ),
@@ -248,6 +249,11 @@ def make(
 def changed_secrets(survey: Survey) -> list[str]:
     """A line for each secret that the run in progress has with another value."""
     return [f"secret {name}: changed (not shown)" for name in survey.secrets_changed]
+
+
+def unread_secrets(survey: Survey) -> list[str]:
+    """A line for each secret of the run in progress that may have changed, for all that can be read here."""
+    return [f"secret {name}: cannot be read here, so it is not compared" for name in survey.secrets_unread]
 
 
 def make_same(
@@ -437,14 +443,18 @@ def _resume(survey: Survey, run: RunSettings) -> str:
         return "where it begins is its own affair (command:)"
     if (run.trainer or {}).get("resume") == "never":
         return "begins at step 0 (resume: never)"
+    untrained = ""
     if live is not None:
-        return f"resumes from the checkpoint that {live['run_id']} leaves"
+        beats = [beat for beat in live["heartbeats"].values() if isinstance(beat, Mapping)]
+        if any(beat.get("step") for beat in beats) or not beats:
+            return f"resumes from the checkpoint that {live['run_id']} leaves"
+        untrained = f"; {live['run_id']} has taken no step of its own yet"
     if saved is None:
-        return "begins at step 0 (no checkpoint yet)"
+        return f"begins at step 0 (no checkpoint yet{untrained})"
     whose = saved.get("run_id") or "the last run"
     if saved.get("finished"):
         return f"begins at step 0 ({whose} finished at step {saved.get('step')})"
-    return f"resumes at step {saved.get('step')} ({whose} did not finish)"
+    return f"resumes at step {saved.get('step')} ({whose} did not finish{untrained})"
 
 
 def _nothing_left(survey: Survey, run: RunSettings) -> list[str]:

@@ -334,6 +334,8 @@ def _say(value: Any, hidden: bool = False) -> str:
         return mask.MASK
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, float) and value.is_integer():  # as people write it: 3, not 3.0
+        value = int(value)
     text = repr(value) if isinstance(value, str) and (not value or set(value) - _PLAIN) else str(value)
     return mask.text(text)
 

@@ -60,6 +60,7 @@ class Survey:
     secret_problems: tuple[str, ...] = ()
     secret_values: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)  # those known here
     secrets_changed: tuple[str, ...] = ()  # names whose value the run in progress has otherwise
+    secrets_unread: tuple[str, ...] = ()  # names of which that is not known, since they cannot be read here
     checkpoint: Mapping[str, Any] | None = None  # state.json of checkpoints/latest
     image: release.Image | None = None  # with the compose runtime
     image_there: bool | None = None  # whether the engine has one's own image; None: not asked, or not known
@@ -115,6 +116,7 @@ def take(
         secret_values=values,
         image_there=answers.get("image"),
         secrets_changed=tuple(answers.get("secrets", ())),
+        secrets_unread=tuple(sorted(set(run.secrets) - set(values))) if file else (),
         checkpoint=answers["state"],
         strays=tuple(answers["strays"]),
     )

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from deploy import lock, survey
+from deploy import boot, lock, survey
 from deploy.errors import Changed, DeployError
 from deploy.lock import Patience
 from deploy.plan import Plan
@@ -40,6 +40,37 @@ class Turn:
         return self.watched is not None and self.watched.get("what") != "stop"
 
 
+@dataclass
+class Order:
+    """When a task came, among all that change a name: a stop that somebody asks for later than that wins.
+
+    One for a task, however often it plans.
+    """
+
+    came: float | None = field(default=None, init=False)  # by the host's clock: our first look's begin
+    _behind: bool = field(default=True, init=False)  # a stop that was at work by then still is
+
+    def look(self, facts: Mapping[str, Any], name: str) -> None:
+        """Take note of a moment. A stop that was there before us is only waited for."""
+        if self._behind:
+            self.came = facts["time"] - facts["probe_seconds"]
+            held = (facts[which].get(name) or {} for which in ("switch", "locks"))
+            self._behind = any(words.get("what") == "stop" for words in held)
+
+    def refuse_stopped(self, facts: Mapping[str, Any], name: str) -> None:
+        """Raise DeployError if somebody has stopped the name since: to start it now would undo that."""
+        newest = next((run for run in reversed(facts["runs"]) if run["name"] == name and run["launch"]), None)
+        exit = (newest or {}).get("exit")
+        if newest is None or newest["alive"] or not exit or self.came is None or self._behind:
+            return
+        by = exit.get("asked_by")
+        if exit["reason"] == "stopped" and exit["time"] > self.came and boot.a_person(by):
+            raise DeployError(
+                f"run {newest['run_id']} was stopped by {by} after this command was given, so nothing was "
+                "started; give it again if it is to start all the same"
+            )
+
+
 def take(
     goal: Target,
     name: str,
@@ -48,17 +79,21 @@ def take(
     watch: Watch | None = None,
     *,
     alone: bool = False,
+    order: Order | None = None,
 ) -> Turn:
     """Look at a moment at which nobody else changes `name`, or now once `patience` is at an end.
 
     A switch under way is watched to its end, if there is a `watch`: it bounds itself. One that failed raises
     DeployError. With `alone` its failure is only told, and DeployError is raised if the name is still not
-    ours when patience is at an end: what is there then says nothing of what there will be.
+    ours when patience is at an end: what is there then says nothing of what there will be. With an `order`
+    DeployError is raised if the name was stopped since then.
     """
     told, looks, watched = False, 0, None
     over: tuple[Any, ...] = ()
     while True:
         facts = goal.facts()
+        if order is not None:
+            order.look(facts, name)
         switching, locked = facts["switch"].get(name), facts["locks"].get(name)
         if switching == {} and watch is not None:  # its holder says nothing yet, or cannot (a full disk)
             if not told:
@@ -87,6 +122,8 @@ def take(
             continue
         holder = locked if switching is None else switching
         if holder is None:
+            if order is not None:
+                order.refuse_stopped(facts, name)
             return Turn(facts, watched)
         if not patience.left:
             if alone:

@@ -291,7 +291,11 @@ def test_every_run_keeps_the_secrets_that_it_was_started_with_and_those_of_runs_
     fab.ok("deploy", "--no-follow", MINE="one")
     (home / "secrets").write_text("TOKEN=left by an earlier version\n")
     for known in ({"MINE": "one"}, {}):  # what cannot be read here cannot be compared
-        assert fab.ok("deploy", "--no-follow", **known).startswith("unchanged: 0001-demo runs release ")
+        said = fab.ok("deploy", "--no-follow", **known)
+        assert said.startswith("unchanged: 0001-demo runs release ")
+        unread = "note: secret TOKEN: cannot be read here, so it is not compared\n"
+        assert said.endswith(unread) == (not known)
+    assert fab.ok("diff").endswith("\nsecret TOKEN: cannot be read here, so it is not compared\n")
     assert "TOKEN" not in fab.ok("diff", MINE="one")
     assert fab.ok("diff", MINE="two").endswith("\nsecret TOKEN: changed (not shown)\n")
     planned = fab.ok("plan", MINE="two")

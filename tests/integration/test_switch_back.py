@@ -237,7 +237,7 @@ def test_a_full_disk_does_not_keep_a_run_from_being_stopped(place, tmp_path):
         # One that writes nothing: files that are replaced would give a page back now and then.
         run = place.run_dir("import time; print('hello', flush=True); time.sleep(1000)")
         place.start(run)
-        until(lambda: run.launch().trainer_pid)
+        until(lambda: (launch := run.launch()) and launch.trainer_pid)
         fill(place.root / "full")
         path = str(place.root / "names" / "demo" / "stop.json")
         made = {**place.spec(None, run), "record": path, "checkpoint_timeout_seconds": 0}

@@ -18,7 +18,9 @@ import pytest
 from deployed import HOST, until
 from fabbed import COUNTING, FAB, Fab, project, server
 
-from deploy import actions, execute, files, lock, probe, strays, switch, target, turn
+from deploy import actions, conduct, execute, files, lock, probe, strays, switch, target, turn
+from deploy.errors import DeployError
+from deploy.health_words import cut
 from trainer import status
 
 # Takes its time to end, until the file GATE is there.
@@ -161,6 +163,75 @@ def test_who_was_quicker_makes_a_fresh_plan_which_here_has_nothing_to_do(
     assert len(fab.runs) == 1
 
 
+@pytest.mark.slow
+def test_a_stop_is_not_undone_by_a_command_that_was_given_before_it(
+    fab: Fab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deploy that has made its plan, and one that watches the stop itself; who comes after it, starts."""
+    for key in ("DRAFTHOUSE_STATE", "DRAFTHOUSE_SHM", "HOME", "PATH"):
+        monkeypatch.setenv(key, fab.environment()[key])
+    gate = fab.root / "gate"
+    fab.file(SLOW_TO_END.replace("GATE", str(gate)))
+    goal = target.one(None, fab.root)
+    wanted = actions.recipe(goal, None, None)
+    refused = f"run {{}} was stopped by {lock.who()} after this command was given, so nothing was started; "
+    stops: list[Begun] = []
+
+    def begin_to_stop() -> None:
+        until(lambda: "greeting" in fab.log(fab.runs[-1]))  # from here on it hears
+        stops.append(Begun(fab, "stop"))
+        until(lambda: goal.facts()["switch"].get("demo"))
+
+    def watch(name: str, words: Any) -> switch.Outcome:
+        gate.touch()
+        return switch.watch(goal.host, turn.record_of(words, goal, name), lambda step: None)
+
+    for task in ("restart", "start"):
+        fab.ok("deploy", "--no-follow")
+        gate.unlink(missing_ok=True)
+        order = turn.Order()
+        planned: Any = actions.plan_deploy if task == "restart" else actions.plan_again
+        given = wanted if task == "restart" else "demo"
+        planned(task, goal, given, order=order)
+        begin_to_stop()
+        with pytest.raises(DeployError, match=refused.format(fab.runs[-1].path.name)):
+            planned(task, goal, given, watch=watch, order=order)
+        assert stops[-1].end()[0] == 0
+        assert not any(run.alive() for run in fab.runs)
+
+    fab.ok("start", "--no-follow")
+    gate.unlink()
+    begin_to_stop()
+    after = Begun(fab, "deploy", "--no-follow")
+    after.says(" of demo is under way on localhost: watching it")
+    gate.touch()
+    assert (after.end()[0], stops[-1].end()[0]) == (0, 0)
+    assert [run.alive() for run in fab.runs] == [False, False, False, True]
+
+
+@pytest.mark.slow
+def test_a_deploy_whose_run_is_stopped_before_it_has_settled_says_by_whom_and_blames_no_release(
+    fab: Fab,
+) -> None:
+    fab.ok("deploy", "--no-follow")
+    fab.file(COUNTING.replace("settle_seconds: 0", "settle_seconds: 300"))
+    deploy = Begun(fab, "deploy", "--no-follow")
+    record = fab.place.root / "runs" / "0002-demo" / "switch.json"
+    until(lambda: record.exists() and '"settled"' in record.read_text())
+    fab.ok("stop")
+    code, _, said = deploy.end()
+    last = f"deploy of demo was cut short: the new run was stopped by {lock.who()}"
+    assert (code, said.splitlines()[-1]) == (1, last)
+
+
+def test_what_has_become_of_a_run_is_said_with_who_is_at_work_on_it() -> None:
+    stop = {"what": "stop", "by": "ada@desk", "since": None}
+    assert conduct.became(None, None) == "is running"
+    assert conduct.became(None, stop) == "is running, but a stop by ada@desk is under way"
+    assert conduct.became({"reason": "stopped", "asked_by": "ada@desk"}, None) == "was stopped by ada@desk"
+    assert conduct.became({"reason": "failed", "asked_by": None}, None) == "has failed already"
+
+
 def test_a_lock_that_comes_free_while_the_probe_reads_still_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +322,7 @@ def test_a_training_that_somebody_started_by_hand_keeps_a_second_one_from_starti
     os.kill(launch.pid, signal.SIGKILL)
     until(lambda: not run.alive())
     pid = by_hand([sys.executable, str(fab.root / "train.py")], run.path)
-    said = f"process {pid} on localhost ({sys.executable} {fab.root}/train.py, for "
+    said = f"process {pid} on localhost ({cut(f'{sys.executable} {fab.root}/train.py', strays.SHOWN)}, for "
     rest = (
         ") trains demo already, in the directory of 0001-demo, and belongs to no run in progress; two at once would "
         "spoil its checkpoints: end that process, or wait for its end\n"

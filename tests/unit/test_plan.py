@@ -242,6 +242,12 @@ def test_what_failed_before_is_listed_and_nothing_is_planned(tmp_path: Path) -> 
         ),
         (
             DEMO,
+            facts(runs=[run(heartbeats={"0": {"step": 0}})]),
+            {"step": 100, "run_id": "0006-demo"},
+            "resumes at step 100 (0006-demo did not finish; 0007-demo has taken no step of its own yet)",
+        ),
+        (
+            DEMO,
             facts(runs=[run(alive=False)]),
             {"step": 100, "run_id": "0007-demo"},
             "resumes at step 100 (0007-demo did not finish)",

@@ -113,11 +113,21 @@ def test_differences_name_settings_and_code_and_nothing_twice(tmp_path: Path) ->
     old = built(DEMO, tmp_path)
     app = {**APP, "trainer/loss.py": b"loss = 2\n", "trainer/new.py": b""}
     del app["trainer/keeper.py"]
-    new = built(DEMO, tmp_path, "lr=3e-4", "seed=1", "environment.LEVEL=", "restart.attempts=0", app=app)
+    new = built(
+        DEMO,
+        tmp_path,
+        "lr=3e-4",
+        "seed=1",
+        "environment.LEVEL=",
+        "restart.attempts=0",
+        "grace_seconds=7",
+        app=app,
+    )
     assert release.differences(old.files, old.digests, new) == [
         "trainer.lr: 0.0006 → 0.0003",
         "trainer.seed: not set → 1",
         "environment.LEVEL: info → ''",
+        "grace_seconds: 60 → 7",
         "restart.attempts: 3 → 0",
         "trainer/keeper.py: removed",
         "trainer/loss.py: changed",
