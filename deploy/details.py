@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from deploy import mask
-from deploy.health import TICKS, number, rows, table
+from deploy import health_work, mask
+from deploy.health import number, rows, table
 from deploy.host import Host, HostError
 
 PINGS = 3  # the quickest of them counts: the others met a busy machine
@@ -108,11 +108,12 @@ def evidence(run: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _process(item: dict[str, Any], sample: float) -> dict[str, Any]:
-    ticks = [value for value in rows(item, "cpu_ticks") if isinstance(value, int | float)]
+    spent = health_work.seconds_of_cpu(item) if sample else None
     words = [str(word) for word in rows(item, "cmdline")]
     return {
         **{key: item.get(key) for key in ("pid", "state", "wchan", "rss", "stdout")},
-        "cpus": (ticks[1] - ticks[0]) / TICKS / sample if len(ticks) == 2 and sample else None,
+        "cpus": None if spent is None else spent / sample,
+        "cpus_wanted": None if spent is None else health_work.wanted(item, spent) / sample,
         "command": mask.words(words),
     }
 

@@ -10,6 +10,7 @@ from deploy.overview import Row
 from deploy.sizes import age, size
 
 COMMAND = 100  # characters of a command line
+NOTED = 0.05  # CPUs that a process wants and does not get
 PROCESSES = 12  # are shown; a run with many loaders has hundreds
 
 
@@ -37,7 +38,9 @@ def _processes(told: dict[str, Any]) -> Iterator[str]:
         if item["wchan"]:
             words.append(f"in {cut(str(item['wchan']), 40)}")
         if item["cpus"] is not None:
-            words.append(f"{item['cpus']:.2f} CPUs")
+            wants = item["cpus_wanted"]
+            short = f" of {wants:.2f} wanted" if wants - item["cpus"] >= NOTED else ""
+            words.append(f"{item['cpus']:.2f} CPUs{short}")
         if item["rss"]:
             words.append(size(item["rss"]))
         command = " ".join(item["command"]) or "a command line that may not be read"

@@ -47,7 +47,6 @@ QUIET = 60.0  # seconds without a sign of life before silence means anything
 QUIET_WORK = 300.0  # the same while loading or compiling, where one piece of work may take minutes
 QUIET_STEPS = 10.0  # ... and while training, so many of its own steps, if these are longer
 SETTLED = 10.0  # seconds after the start from which it is worth saying what its processes do
-SOME = 0.005  # CPUs; less is none
 GRACE = 5.0  # seconds after a rank's last heartbeat within which its end may be everybody's
 SLOW = 0.8  # of the reference's speed
 STEPS = 20  # at least so many tell a speed
@@ -152,7 +151,9 @@ def with_heartbeat(run: dict[str, Any], beats: list[dict[str, Any]], now: float,
     if quiet <= patience(beat):
         speed = too_slow(run) if word == "training" and beat.get("phase") == "training" else ""
         if speed:
-            return Doing("slow", f"{speed}, {progress(beat, now)}", "compare")
+            short = working.starving(work, table(run, "load"))
+            why = f", its processes get only {short}" if short else ""
+            return Doing("slow", f"{speed}{why}, {progress(beat, now)}", "compare")
         return Doing(word, progress(beat, now))
     rank = f"rank {beat.get('rank', '?')} " if len(beats) > 1 else ""
     what = f"{rank}{beat.get('phase', 'in an unknown phase')}: no progress for {seconds(quiet)}"
@@ -303,14 +304,13 @@ def computing(run: dict[str, Any], work: Work, heard: bool = True) -> Doing:
     peek = bool(held) and not died
     held = f"{held}; fab peek shows it" if held else "" if heard else output.may_hold_back(work)
     gpus = busy_gpus(run)
+    much = f"{count} {working.using(work, table(run, 'load'))}"
     if work.busy:
-        parts = [f"{count} using {work.cpus:.1f} CPUs", reads, gpus, died, held]
-        word = "silent"
+        parts, word = [much, reads, gpus, died, held], "silent"
     else:
-        much = "no CPU" if work.cpus < SOME else f"hardly any CPU ({100 * work.cpus:.1f} % of one)"
-        parts = [f"{count} using {much}", reads, gpus, working.waits(work), died, held]
+        parts = [much, reads, gpus, working.waits(work), died, held]
         # A little work now and then, and output that cannot be seen: nothing says that it has stopped.
-        word = "silent" if not died and (gpus or (peek and work.cpus >= SOME)) else "stalled"
+        word = "silent" if not died and (gpus or (peek and work.cpus >= working.SOME)) else "stalled"
     # Of a program that is no Python neither buffer nor stacks can be shown.
     task = "peek" if peek else "stacks" if output.any_python(work) else "tail"
     return Doing(word, ", ".join(part for part in parts if part), task)

@@ -14,7 +14,9 @@ from deploy.health_words import amount, change, cut, number, plural, rows, table
 
 TICKS = 100.0  # of CPU time a second: what Linux shows to programs, whatever its own clock does
 NEAR = 2.0  # ticks; more than so much above the exact count is the work of threads that have ended
+SOME = 0.005  # CPUs; less is none
 BUSY = 0.05  # CPUs; less is a process that waits and looks now and then
+MOST = 0.5  # of the CPU time that they want; who gets less waits for a CPU more than for anything else
 READS = 1e6  # bytes a second; less is a log, a heartbeat, a timer
 SHOWN = 3  # processes, or waits, are named
 MOST_PIDS = 32  # in a command that is proposed
@@ -36,12 +38,19 @@ class Work:
     processes: list[dict[str, Any]] = field(default_factory=list)  # those that live
     dead: list[dict[str, Any]] = field(default_factory=list)  # those that ended and that nobody waited for
     cpus: float | None = None  # None: not sampled; 0: as far as can be told, none at all
+    wants: float = 0.0  # CPUs that they would use if each of their threads had one; at least `cpus`
     reads: float = 0.0  # bytes a second
     complete: bool = False  # whether the table has the run's own launch or trainer in it
 
     @property
     def busy(self) -> bool:
-        return self.cpus is not None and self.cpus >= BUSY
+        """Whether they have work for a CPU, whatever other processes leave them of it."""
+        return self.cpus is not None and self.wants >= BUSY
+
+    @property
+    def starved(self) -> bool:
+        """Whether they have work for a CPU and get most of it not done, since others have the CPUs."""
+        return self.cpus is not None and self.busy and self.cpus < MOST * self.wants
 
     @property
     def halted(self) -> bool:
@@ -57,7 +66,7 @@ def look(run: dict[str, Any], sample: float) -> Work:
     own = [item.get("cmdline") for item in found if item.get("nspid", item.get("pid")) in waiting]
     rest = [item for item in found if item.get("cmdline") not in own]  # launch and its guard wait
     living = [item for item in rest if item.get("state") not in ("Z", "X")]
-    used = [spent for item in living if (spent := seconds_of_cpu(item)) is not None]
+    used = [(spent, wanted(item, spent)) for item in living if (spent := seconds_of_cpu(item)) is not None]
     known = bool(used) and sample > 0
     # What comes through pipes and sockets counts as read, too: only a file or a disk is a load.
     reads = [change(item, "io", 0 if table(item, "reading") else 1) or 0.0 for item in living]
@@ -66,7 +75,8 @@ def look(run: dict[str, Any], sample: float) -> Work:
     return Work(
         processes=living,
         dead=[item for item in rest if item.get("state") in ("Z", "X")],
-        cpus=sum(used) / sample if known else None,
+        cpus=sum(spent for spent, _ in used) / sample if known else None,
+        wants=sum(whole for _, whole in used) / sample if known else 0.0,
         reads=max(reads, default=0.0) / sample if sample > 0 else 0.0,
         complete=bool(here & {number(launch, "pid"), trainer} - {None}),
     )
@@ -84,6 +94,11 @@ def seconds_of_cpu(item: dict[str, Any]) -> float | None:
     return exact / 1e9
 
 
+def wanted(item: dict[str, Any], spent: float) -> float:
+    """Seconds that it would have computed with CPUs of its own, of which it `spent` some."""
+    return max(spent, (number(item, "wanted") or 0.0) / 1e9)
+
+
 # -- words -------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +114,38 @@ def reading(work: Work) -> str:
             name = cut(str(told.get("path")).rpartition("/")[2], 60)
             return f"{words}, {name}: {amount(position)} of {amount(whole)}"
     return words
+
+
+def using(work: Work, load: dict[str, Any]) -> str:
+    """How much they compute: ``using 1.2 CPUs``, or how little they get of what they want."""
+    cpus = work.cpus or 0.0
+    if work.starved:
+        return f"busy, but getting only {starving(work, load)}"
+    if work.busy:
+        return f"using {count_of(cpus)} CPUs"
+    return "using no CPU" if cpus < SOME else f"using hardly any CPU ({100 * cpus:.1f} % of one)"
+
+
+def starving(work: Work, load: dict[str, Any]) -> str:
+    """``5 % of the CPU time they want (0.05 of 1.0 CPUs; load 14 on 2 CPUs)``; empty if they get most of it.
+
+    `load` is the probe's. Where nobody else wants the CPUs, it is a limit that keeps them from one.
+    """
+    if not work.starved or work.cpus is None:
+        return ""
+    who = "it wants" if len(work.processes) == 1 else "they want"
+    words = f"{100 * work.cpus / work.wants:.0f} % of the CPU time {who} "
+    words += f"({count_of(work.cpus)} of {count_of(work.wants)} CPUs"
+    counts = [count for key in ("average", "ready") if (count := number(load, key)) is not None]
+    cpus = number(load, "cpus")
+    if not counts or not cpus:
+        return f"{words})"
+    words += f"; load {max(counts):.0f} on {plural(int(cpus), 'CPU')}"
+    return f"{words})" if max(counts) > cpus else f"{words}: is it limited, or pinned to a busy one?)"
+
+
+def count_of(cpus: float) -> str:
+    return f"{cpus:.{1 if cpus >= 2 * BUSY else 2}f}"
 
 
 def compiling(work: Work) -> str:

@@ -27,10 +27,12 @@ could not be asked. A process's `nspid` is its pid as its own files call it. `ru
 really runs with, {argv environment image_id started files [{path modified}]}, from /proc (its files: what its
 command line names); null where that cannot be read.
 A process has `io` like `cpu_ticks`, [bytes read, of these from a disk, bytes written] each; `ran`, too, the
-nanoseconds that its threads have computed; `wait` and `threads` if it used no CPU meanwhile (see
+nanoseconds that its threads have computed; `wanted`, those that they would have computed meanwhile with a CPU
+for each (null where the kernel does not tell it); `wait` and `threads` if it used no CPU meanwhile (see
 `deploy.waits`), `reading` if it read much, `stdout_file` if it prints into one, `ended` (a wait status) if
-nobody has waited for its end. `gpus` of a run: see `deploy.run_devices`; `log` {bytes last_write
-first_bytes_offset tail last_line free_bytes}, the last line being the newest that is not launch's own;
+nobody has waited for its end. `load` {average ready cpus} is the machine's at the second sample. `gpus` of a
+run: see `deploy.run_devices`; `log` {bytes last_write first_bytes_offset tail last_line free_bytes}, the last
+line being the newest that is not launch's own;
 `oom_kills_since`: how many the kernel counts since the launch began that is gone without a word;
 `weights` {path there}; `deleted` weights that its ranks have open and that were removed; `memory_group`
 {oom_kills limit}; `reference` {run_id tokens_per_second steps} of its name and its own speed over as many
@@ -287,6 +289,7 @@ class Probe:
             "deleted": [],
             "memory_group": None,
             "gpus": None,
+            "load": None,
         }
 
     def add_evidence(self, runs: list[dict[str, Any]], names: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deploy import machine, procfs
+from deploy import cpu_time, machine, procfs
 from deploy.waits import Waits
 
 READS = 1 << 20  # bytes a second; who reads more has a file that is worth naming
@@ -31,13 +31,19 @@ def add(runs: list[dict[str, Any]], sample: float) -> None:
     chosen = [process for run in runs for process in run["processes"]]
     if not chosen or sample <= 0:
         return
+    first = {}
     for process in chosen:
         process["io"] = _once(procfs.io(process["pid"]))
-        process["ran"] = _once(procfs.ran(process["pid"]))
+        first[process["pid"]] = cpu_time.look(process["pid"], process["state"])
     time.sleep(max(0.0, sample - (time.monotonic() - began)))
-    waits, budget = Waits(), ALL_THREADS
+    waits, budget, load = Waits(), ALL_THREADS, cpu_time.load()
+    for run in runs:
+        run["load"] = load if run["processes"] else None
     for process in chosen:
-        budget -= _again(process, table[process["pid"]]["start"], waits, min(MOST_THREADS, budget), sample)
+        if _lives_on(
+            process, table[process["pid"]]["start"], first[process["pid"]], sample, cpu_time.crowded(load)
+        ):
+            budget -= _add_waits(process, waits, min(MOST_THREADS, budget))
 
 
 def _once(value: Any) -> list[Any]:
@@ -66,16 +72,21 @@ def _contained(run: dict[str, Any], table: dict[int, dict[str, Any]]) -> list[in
     return sorted({*procfs.of_run(first, 0, table), *(set(procfs.of_group(first)) & set(table))})
 
 
-def _again(process: dict[str, Any], start: int, waits: Waits, most: int, sample: float) -> int:
-    """The second sample of one process; how many of its threads were looked at."""
+def _lives_on(
+    process: dict[str, Any], start: int, before: cpu_time.Look | None, sample: float, crowded: bool
+) -> bool:
+    """The second sample of one process: whether it is still there."""
     pid = process["pid"]
     now = procfs.stat(pid)
     if not now or now["start"] != start:
         process["state"] = "X"  # gone between the two samples
-        return 0
+        return False
     process["cpu_ticks"].append(now["ticks"])
     process["state"], process["ended"] = now["state"], now["ended"]
-    process["ran"] += _once(procfs.ran(pid)) if process["ran"] else []
+    after = cpu_time.look(pid, now["state"]) if before else None
+    if before and after:
+        ran, process["wanted"] = cpu_time.between(pid, before, after, crowded)
+        process["ran"] = [0, ran]
     counts = procfs.io(pid)
     if process["io"] and counts:
         process["io"].append(counts)
@@ -83,12 +94,17 @@ def _again(process: dict[str, Any], start: int, waits: Waits, most: int, sample:
             process["reading"] = _reading(pid)
     if process["program"] and process["program"].startswith(("python", "pypy")):
         process["stdout_file"] = _stdout_file(pid, process["stdout"])
-    if process["cpu_ticks"][1] > process["cpu_ticks"][0] or now["state"] in "ZX":
+    return True
+
+
+def _add_waits(process: dict[str, Any], waits: Waits, most: int) -> int:
+    """Where a process waits that did not compute, and its threads; how many of these were looked at."""
+    if process["cpu_ticks"][1] > process["cpu_ticks"][0] or process["state"] in "ZX":
         return 0
-    process["wait"] = waits.of(pid)
+    process["wait"] = waits.of(process["pid"])
     if (process["wait"] or {}).get("kind") not in IDLE or most <= 0:
         return 0
-    found, count = waits.threads(pid, most)
+    found, count = waits.threads(process["pid"], most)
     process["threads"] = {"count": count, "waits": found}
     return min(count, most)
 

@@ -5,13 +5,15 @@ Where a silence is the point, the moment of judging is moved on by ten minutes; 
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from deployed import HOST
-from situations import Staged, staged
+from deployed import HOST, Place, until
+from situations import Staged, python, staged, trainer
 
 from deploy import evidence
 from deploy.health import Verdict, verdict
@@ -39,6 +41,8 @@ def judged(facts: dict[str, Any], name: str, later: float = 0.0) -> Verdict:
 
 
 HELD = r"its output is held back in its buffer \(pid \d+ prints into a pipe, without PYTHONUNBUFFERED or -u\)"
+# What a process does that works: on a machine that is busy with others, it gets less than it wants.
+WORKS = r"1 process (using 0\.\d+ CPUs|busy, but getting only \d+ % of the CPU time it wants \([^)]*\))"
 # (situation, seconds until it is judged, word, what the reason must say, the next task). ADDRESS and ORPHAN
 # stand for what was staged.
 EXPECTED = [
@@ -46,8 +50,8 @@ EXPECTED = [
     ("foreign", 0, "training", r"^sends no heartbeat; [\d,]+ bytes of output, .* line: epoch 1$", "tail"),
     ("foreign", 90, "training", r", the newest \d+ s ago, 1 process using .* last line: epoch 1$", None),
     ("mute", 0, "starting", r"^began \d+ s ago, no output and no heartbeat yet", None),
-    ("mute", 30, "starting", rf"no heartbeat yet, 1 process using 0.\d CPUs, {HELD}", "peek"),
-    ("mute", 90, "silent", rf"^sends no heartbeat, no output yet after .* CPUs, {HELD}", "peek"),
+    ("mute", 30, "starting", rf"no heartbeat yet, {WORKS}, {HELD}", "peek"),
+    ("mute", 90, "silent", rf"^sends no heartbeat, no output yet after .*, {WORKS}, {HELD}", "peek"),
     ("mute-idle", 30, "starting", rf"using no CPU, waiting asleep .*, {HELD}", "peek"),
     ("mute-idle", 90, "stalled", rf"using no CPU, waiting asleep .*, {HELD}", "peek"),
     ("mute-isolated", 90, "silent", r"held back in its .* -I makes Python ignore PYTHONUNBUFFERED", "peek"),
@@ -61,7 +65,7 @@ EXPECTED = [
     ("compiling", LATER, "compiling", r"no output yet after 10 min, but pid \d+ \(cc1\) compiles", "tail"),
     (
         "buffered", LATER, "silent",
-        r"using 0.\d CPUs, its output is held back in its buffer \(pid \d+ prints into a file, without "
+        rf"{WORKS}, its output is held back in its buffer \(pid \d+ prints into a file, without "
         r"PYTHONUNBUFFERED or -u\); fab peek shows it$", "peek",
     ),
     ("idle", LATER, "stalled", r"using no CPU, waiting asleep .*, its output is held back in", "peek"),
@@ -152,3 +156,44 @@ def test_processes_of_another_user_are_judged_without_what_may_not_be_read(world
     found = verdict(run, world[1]["time"] + LATER)
     assert found.word == "silent"
     assert "held back" not in found.reason
+
+
+# All on one CPU. Some kernels share a CPU out among sessions before they look at processes, so the session is
+# made as nice as the process.
+PINNED = "import os\nos.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\n"
+SPINS = PINNED + "print(flush=True)\nwhile True: pass"
+STARVES = (
+    PINNED
+    + """
+import contextlib
+with contextlib.suppress(OSError):
+    open("/proc/self/autogroup", "w").write("19")
+os.nice(19)
+while True: pass
+"""
+)
+
+
+def test_a_process_that_wants_the_cpu_and_does_not_get_it_is_busy(tmp_path):
+    place, others = Place(tmp_path), []
+    run = place.run_dir(python(STARVES))
+    try:
+        place.start(run)
+        until(lambda: trainer(run) and os.getpriority(os.PRIO_PROCESS, trainer(run)) == 19)
+        for _ in range(4):
+            others.append(subprocess.Popen(python(SPINS), stdout=subprocess.PIPE, start_new_session=True))
+        for one in others:
+            assert one.stdout
+            one.stdout.readline()
+        facts = evidence.collect(HOST, str(place.root), str(place.root / "shm"))
+    finally:
+        for one in others:
+            one.kill()
+            one.communicate()
+        place.end_all()
+    found = judged(facts, "demo", LATER)
+    assert found.word == "silent", found
+    wanted = (
+        r"1 process busy, but getting only \d+ % of the CPU time it wants \(0\.\d+ of \d\.\d CPUs; load \d+ "
+    )
+    assert re.search(wanted, found.reason), found

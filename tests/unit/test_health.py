@@ -96,6 +96,25 @@ def test_a_slow_run_needs_a_reference_and_enough_steps():
     assert verdict(slow["run"], slow["time"]).word == "training"
 
 
+def test_who_gets_no_cpu_though_nobody_else_wants_one_is_limited():
+    """As by the quota of a container's cgroup."""
+    silent = case("silent-few-turns")
+    silent["run"]["load"] = {"average": 0.4, "ready": 2, "cpus": 8}
+    reason = verdict(silent["run"], silent["time"]).reason
+    assert "(0.05 of 0.2 CPUs; load 2 on 8 CPUs: is it limited, or pinned to a busy one?)" in reason
+    silent["run"]["load"] = None
+    assert "(0.05 of 0.2 CPUs)" in verdict(silent["run"], silent["time"]).reason
+
+
+def test_a_kernel_that_does_not_count_waits_for_a_cpu_leaves_it_to_what_was_computed():
+    silent = case("silent-few-turns")
+    for item in silent["run"]["processes"]:
+        item.update(wanted=None)
+    assert "1 process using 0.05 CPUs" in verdict(silent["run"], silent["time"]).reason
+    silent["run"]["processes"][-1]["ran"] = [0, 18_400_000]
+    assert "1 process using hardly any CPU (4.6 % of one)" in verdict(silent["run"], silent["time"]).reason
+
+
 def test_a_rank_that_finishes_before_the_others_is_not_taken_for_dead():
     dead = case("stalled-rank-dead")
     dead["run"]["heartbeats"]["1"]["phase"] = "finishing"
@@ -292,7 +311,8 @@ PLACES = [
     ("reference", "tokens_per_second"), ("recent", "tokens_per_second"), ("recent", "steps"), ("weights",),
     ("weights", "path"), ("deleted",), ("memory_group",), ("memory_group", "oom_kills"),
     ("log", "free_bytes"), ("log", "last_line"), ("log", "bytes"), ("launch", "offset"), ("launch", "output"),
-    ("launch", "output_time"), ("processes", 0, "ran"), ("oom_kills_since",), ("run", "command"),
+    ("launch", "output_time"), ("processes", 0, "ran"), ("processes", 2, "wanted"),
+    ("load",), ("load", "average"), ("load", "cpus"), ("oom_kills_since",), ("run", "command"),
     ("launch", "log_missing"), ("launch", "trainer_pid"), ("run", "restart_attempts"), ("exit", "signal"),
     ("container",), ("container", "exit_code"), ("container", "unknown"),
     ("container", "gone"), ("container", "error"), ("container", "finished"), ("container", "engine_started"),

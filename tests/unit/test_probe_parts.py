@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from deployed import until
 from situations import memory_group
 
-from deploy import machine, nvml, probe, procfs, run_devices, run_processes, running
+from deploy import cpu_time, machine, nvml, probe, procfs, run_devices, run_processes, running
 
 UUIDS = ("GPU-a", "GPU-b")
 
@@ -50,6 +51,52 @@ def test_processes_and_limits_are_found_by_the_cgroup(group):
 def test_a_group_that_we_are_in_ourselves_tells_nothing_of_a_run():
     run = {"alive": True, "processes": [{"pid": os.getpid(), "state": "S"}]}
     assert run_processes.memory_group(run) is None
+
+
+# -- CPU time ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("got", "waited", "turns", "ran", "wanted"),
+    [
+        (0.25, 0.0, 5, 0.25, 0.25),  # as much as it wants
+        (0.05, 0.8, 5, 0.05, 0.25),  # a fifth of the time in which it did not wait for a CPU
+        (0.02, 0.2, 70, 0.02, 0.025),  # wakes often, has little to do, and is kept waiting each time
+        (0.1, 0.9, 9, 0.1, 1.0),
+        (0.01, 3.0, 1, 0.01, 1.0),  # a wait is counted at its end, this one began before the first look
+        (0.0, 1.0, 1, 0.0, 1.0),
+        (0.0, 0.0, 0, 0.0, 0.0),
+    ],
+)
+def test_what_a_thread_would_compute_with_a_cpu_of_its_own(got, waited, turns, ran, wanted):
+    def look(at: float, *counts: float) -> cpu_time.Look:
+        return cpu_time.Look(at, {7: tuple(int(count * 1e9) for count in counts)}, None)
+
+    found = cpu_time.between(7, look(50.0, 3.0, 2.0, 9.0), look(51.0, 3 + got, 2 + waited, 9 + turns), True)
+    assert [count / 1e9 for count in found] == pytest.approx([ran, wanted], abs=1e-6)
+
+
+def test_who_is_ready_and_did_not_sleep_wanted_a_cpu_all_the_time():
+    """The wait that goes on is in no count yet."""
+    before = cpu_time.Look(50.0, {7: (0, 0, 1)}, slept=3)
+    after = cpu_time.Look(51.0, {7: (1000, 0, 1)}, slept=3)
+    assert cpu_time.between(7, before, after, True) == (1000, 10**9)
+    assert cpu_time.between(7, before, cpu_time.Look(51.0, after.threads, slept=4), True)[1] < 2000
+    assert cpu_time.between(7, before, cpu_time.Look(51.0, after.threads, slept=None), True)[1] < 2000
+
+
+def test_a_thread_that_is_ready_and_had_no_turn_is_asked_only_where_somebody_may_wait():
+    found = []
+
+    def look_at_itself() -> None:  # a thread that runs is ready
+        own = {threading.get_native_id(): (0, 0, 1)}
+        before, after = cpu_time.Look(50.0, own, None), cpu_time.Look(51.0, own, None)
+        found.extend(cpu_time.between(os.getpid(), before, after, crowded) for crowded in (False, True))
+
+    other = threading.Thread(target=look_at_itself)
+    other.start()
+    other.join()
+    assert found == [(0, 0), (0, 10**9)]
 
 
 # -- devices -----------------------------------------------------------------------------------------------

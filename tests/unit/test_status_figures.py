@@ -123,13 +123,17 @@ def test_memory_now_is_never_above_its_peak() -> None:
 def test_the_evidence_is_shown_on_demand_masked_and_clean() -> None:
     process = {
         "pid": 11, "state": "S", "wchan": "futex_wait", "rss": 10**9, "cpu_ticks": [100, 140],
+        "wanted": 900_000_000,
         "cmdline": ["python", "--api-key", "hunter2", "\x1b[2J"],
     }  # fmt: skip
     found = run(processes=[process], log={"tail": ["\x1b]0;title\x07line"]})
     found["heartbeats"]["0"]["phase_seconds"] = {"data": 0.01}
     shown = row(found, sample_seconds=0.4)
     lines = show.status([shown], verbose=True).splitlines()
-    assert "    process 11: state S, in futex_wait, 1.00 CPUs, 1.0 GB: python --api-key ***  [2J" in lines
+    assert (
+        "    process 11: state S, in futex_wait, 1.00 CPUs of 2.25 wanted, 1.0 GB: python --api-key ***  [2J"
+        in lines
+    )
     assert (
         "    rank 0: training for 50 s, step 120, last step 0 s ago, heartbeat 0 s ago, data 10 ms" in lines
     )
