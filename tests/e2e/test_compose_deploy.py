@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,13 @@ def test_a_container_is_deployed_left_alone_changed_brought_back_by_a_boot_and_s
     (peeked,) = json.loads(remote.ok("peek", "--json"))["processes"]  # read from outside of the container
     assert peeked["pid"] != peeked["nspid"]
     assert [stream["text"] for stream in peeked["streams"] if stream["bytes"]] == ["held back\n"]
+    there = remote.box.home / ".local" / "bin"  # where pip puts a program for one user of that host
+    there.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(sys.executable).with_name("py-spy"), there)
+    (stacks,) = json.loads(remote.ok("stacks", "--json"))["processes"]
+    assert [stacks[key] for key in ("pid", "nspid", "by")] == [peeked["pid"], peeked["nspid"], "py-spy"]
+    (thread,) = stacks["threads"]
+    assert (thread["main"], [frame["function"] for frame in thread["frames"]]) == (True, ["<module>"])
     before = remote.containers()
     boot = json.loads((first.path / "boot.json").read_text())
     assert boot["spec"]["start"]["container"]["project"] == f"drafthouse-{NAME}"
