@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from deploy import python_start
 from deploy.health_words import OURS, cut, number, rows, table
 from deploy.health_work import Work, program
 
 PYTHON = re.compile(r"(python|pypy)\d*(\.\d+)*t?")
-OFF = re.compile(r"\s*[+-]?0+|")  # values of PYTHONUNBUFFERED that CPython takes for no
 BANNER = f"{OURS}drafthouse run "  # begins the first line of an attempt
 EARLY = 2.0  # seconds after the start within which what is in the log may be the banner
 # Programs that print little themselves and wait for others.
@@ -59,37 +58,15 @@ def buffered(item: dict[str, Any]) -> str:
     words = [str(word) for word in rows(item, "cmdline")]
     if not words or not into(item) or not PYTHON.fullmatch(program(item)):
         return ""
-    flags = set(switches(words[1:]))
-    value = item.get("unbuffered")
-    if "u" in flags:
+    given = item.get("unbuffered")
+    value = None if given is None else str(given)
+    if python_start.at_once(words, value):
         return ""
     if value is None:
         return "without PYTHONUNBUFFERED or -u"
-    if OFF.fullmatch(str(value)):
-        return f"PYTHONUNBUFFERED is off ({cut(str(value), 10) or 'empty'})"
-    ignored = flags & {"I", "E"}
-    return f"-{min(ignored)} makes Python ignore PYTHONUNBUFFERED" if ignored else ""
-
-
-def switches(words: list[str]) -> Iterator[str]:
-    """The one-letter switches of a Python command line, up to the program."""
-    skip = False
-    for word in words:
-        if skip:
-            skip = False
-            continue
-        if not word.startswith("-") or word in ("-", "--"):
-            return
-        if word.startswith("--"):
-            skip = word == "--check-hash-based-pycs"
-            continue
-        for place, letter in enumerate(word[1:], 2):
-            if letter in "cm":
-                return
-            if letter in "WX":
-                skip = place == len(word)
-                break
-            yield letter
+    if python_start.is_off(value):
+        return f"PYTHONUNBUFFERED is off ({cut(value, 10) or 'empty'})"
+    return f"{python_start.ignores_variables(words)} makes Python ignore PYTHONUNBUFFERED"
 
 
 def prints_elsewhere(work: Work) -> tuple[float, str] | None:

@@ -10,14 +10,12 @@ import codecs
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from deploy import onhost, overview
+from deploy import onhost, overview, python_start
 from deploy.errors import DeployError
 from deploy.health import cut, plural
 from deploy.host import Host
 from deploy.terminal import Neutraliser
 
-TAKES_A_WORD = "XW"  # the options of python that are followed by a word
-ENDS = "cm"  # ... and those after which the options are the program's
 MOST_LINES = 40  # of one stream on a terminal; --json has all
 
 
@@ -175,25 +173,24 @@ def why(one: Mapping[str, Any], stream: Mapping[str, Any]) -> tuple[str, ...]:
         return (
             "why: it is written line by line, and this line has no end yet: end it, or print(…, flush=True)",
         )
-    flags, variable = options(one["command"]), one["variables"].get("PYTHONUNBUFFERED")
-    ignores = next((flag for flag in "IE" if flag in flags), None)
-    on = variable not in (None, "", "0")
+    variable = one["variables"].get("PYTHONUNBUFFERED")
+    ignores = python_start.ignores_variables(one["command"])
+    by = python_start.at_once(one["command"], variable)
     block = f"why: {where(stream)} is written in blocks (8 KiB by default), not line by line"
     by_hand = "in the program: sys.stdout.reconfigure(line_buffering=True), or print(…, flush=True)"
-    if "u" in flags or (on and not ignores):
-        by = "-u" if "u" in flags else f"PYTHONUNBUFFERED={cut(str(variable), 20)}"
+    if by:
         return (
-            f"{block}: {by} was given, but the program has made this stream itself",
+            f"{block}: {cut(by, 40)} was given, but the program has made this stream itself",
             "next time: open it with buffering=1 or line_buffering=True, or print(…, flush=True)",
         )
-    if on:
+    if variable is not None and not python_start.is_off(variable):
         return (
-            f"{block}: -{ignores} makes Python ignore PYTHONUNBUFFERED",
-            f"next time: add -u to -{ignores}; {by_hand}",
+            f"{block}: {ignores} makes Python ignore PYTHONUNBUFFERED",
+            f"next time: add -u to {ignores}; {by_hand}",
         )
     said = "PYTHONUNBUFFERED is not set"
     if variable is not None:
-        said = f"PYTHONUNBUFFERED is {variable or 'empty'}, which is off"
+        said = f"PYTHONUNBUFFERED is {cut(variable, 20) or 'empty'}, which is off"
     elif "PYTHONBUFFERED" in one["variables"]:
         said = "PYTHONBUFFERED is set, which no Python knows (it is PYTHONUNBUFFERED)"
     start = (
@@ -202,28 +199,6 @@ def why(one: Mapping[str, Any], stream: Mapping[str, Any]) -> tuple[str, ...]:
         else "PYTHONUNBUFFERED=1 in its environment (processes that it starts inherit it, -u not)"
     )
     return (f"{block}: {said}, and there is no -u", f"next time: {start}; {by_hand}")
-
-
-def options(command: Sequence[str]) -> str:
-    """The letters of Python's own options on a command line, ``uI`` of ``python -u -I x.py -v``."""
-    letters = ""
-    words = iter(command[1:])
-    for word in words:
-        if word.startswith("--"):
-            if word == "--check-hash-based-pycs":
-                next(words, None)
-            continue
-        if not word.startswith("-") or word == "-":
-            break
-        for index, letter in enumerate(word[1:], 2):
-            letters += letter
-            if letter in TAKES_A_WORD:
-                if index == len(word):
-                    next(words, None)
-                break
-            if letter in ENDS:
-                return letters
-    return letters
 
 
 def to_json(one: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,10 @@ has been changed on the host by then.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deploy import container, devices, mask, runtimes
+from deploy import container, devices, mask, python_start, runtimes
 from deploy.checks import Check
 from deploy.errors import DeployError
 from deploy.health_words import command
@@ -162,10 +161,7 @@ def _python(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]
 
 
 def _unbuffered(host: Mapping[str, str], run: Mapping[str, str]) -> list[Check]:
-    """A typo seen in real projects, and values that switch off what they seem to switch on.
-
-    For CPython an empty text and 0 are off; any other text, negative numbers included, is on.
-    """
+    """A typo seen in real projects, and values that switch off what they seem to switch on."""
     found = []
     for where, variables, warning in (
         ("the run's environment", run, False),
@@ -183,7 +179,7 @@ def _unbuffered(host: Mapping[str, str], run: Mapping[str, str]) -> list[Check]:
                     )
                 )
         value = variables.get("PYTHONUNBUFFERED")
-        if value is not None and _is_off(value):
+        if value is not None and python_start.is_off(value):
             shown = value or "an empty text"
             found.append(
                 Check(
@@ -196,10 +192,6 @@ def _unbuffered(host: Mapping[str, str], run: Mapping[str, str]) -> list[Check]:
                 )
             )
     return found or [Check("unbuffered", True)]
-
-
-def _is_off(value: str) -> bool:
-    return re.fullmatch(r"\s*[-+]?0+|", value) is not None
 
 
 def _driver(facts: Mapping[str, Any], host: HostSettings, found: devices.Devices) -> list[Check]:

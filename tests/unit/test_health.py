@@ -278,6 +278,7 @@ def test_a_finished_run_with_a_checkpoint_is_brought_home():
         (["python3", "train.py"], "1", False),
         (["python3", "train.py"], "yes", False),
         (["python3", "train.py"], "", True),
+        (["python3", "train.py"], "00", True),
         (["python3", "-I", "train.py"], "1", True),
         (["python3", "-Iu", "train.py"], "1", False),
         (["train"], None, False),

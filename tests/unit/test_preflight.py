@@ -116,24 +116,6 @@ def test_the_login_environment_of_a_host_only_warns_since_a_run_does_not_inherit
     assert failures(COMMAND, tmp_path, found=facts(environment=variables)) == ([], [said])
 
 
-@pytest.mark.parametrize(
-    ("value", "off"),
-    [("1", False), ("0", True), ("", True), ("00", True), ("+0", True), (" 0", True), ("-1", False), ("no", False),
-     ("0x", False), ("2", False), ("false", False)],
-)  # fmt: skip
-def test_off_is_what_python_itself_takes_for_off(value: str, off: bool) -> None:
-    import os
-    import subprocess
-    import sys
-
-    code = "import sys; sys.exit(sys.stdout.write_through)"
-    environment = {**os.environ, "PYTHONUNBUFFERED": value}
-    unbuffered = bool(
-        subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE).returncode
-    )
-    assert preflight._is_off(value) == off == (not unbuffered)
-
-
 def test_a_place_for_weights_that_is_no_tmpfs_only_warns(tmp_path: Path) -> None:
     assert failures(TOY, tmp_path, found=facts(shm={"is_tmpfs": False}), weights=MODEL) == (
         [],
