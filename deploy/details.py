@@ -21,15 +21,20 @@ PINGS = 3  # the quickest of them counts: the others met a busy machine
 PING_PATIENCE = 5.0  # seconds
 
 
-def eta(beat: Mapping[str, Any]) -> float | None:
-    """Seconds to the last step, from what a step takes now; None if a heartbeat does not tell."""
+def eta(beat: Mapping[str, Any], pace: dict[str, Any]) -> float | None:
+    """Seconds to the last step; None if a heartbeat does not tell.
+
+    From what a step takes now, or from the clock of the last hour (`deploy.pace`), which has saving and
+    evaluating in it: whichever is slower.
+    """
     beat = dict(beat)
     step, total = number(beat, "step"), number(beat, "total")
     parts = table(beat, "phase_seconds")
     seconds = sum(value for key in parts if (value := number(parts, key)) is not None)
     if step is None or total is None or seconds <= 0 or total <= step:
         return None
-    return (total - step) * seconds
+    steps, took = number(pace, "steps"), number(pace, "seconds")
+    return (total - step) * max(seconds, took / steps if steps and took else 0.0)
 
 
 def against_reference(

@@ -41,7 +41,7 @@ class Row:
     memory: int | None = None  # bytes, now
     memory_min: int | None = None
     memory_peak: int | None = None
-    eta: float | None = None  # seconds to the last step, at the speed of now
+    eta: float | None = None  # seconds to the last step
     reference: Mapping[str, Any] | None = None  # {run_id tokens_per_second share}, the name's
     gpus: tuple[Mapping[str, Any], ...] = ()  # those that the run uses; see gpus_of
     gpus_unknown: str = ""  # why nothing is known of them
@@ -115,7 +115,7 @@ def row(
         memory=shown["now"],
         memory_min=shown["min"],
         memory_peak=shown["peak"],
-        eta=details.eta(main) if word.word in MOVING and run["alive"] else None,
+        eta=details.eta(main, table(dict(run), "pace")) if word.word in MOVING and run["alive"] else None,
         reference=details.against_reference(facts, run, speed if run["alive"] else None),
         gpus=gpus,
         gpus_unknown=unknown,

@@ -36,7 +36,7 @@ line being the newest that is not launch's own;
 `oom_kills_since`: how many the kernel counts since the launch began that is gone without a word;
 `weights` {path there}; `deleted` weights that its ranks have open and that were removed; `memory_group`
 {oom_kills limit}; `reference` {run_id tokens_per_second steps} of its name and its own speed over as many
-steps, `recent`.
+steps, `recent`; `pace`: see `deploy.pace`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deploy import contained, engine, files, machine, procfs, run_devices, run_processes, running
+from deploy import contained, engine, files, machine, pace, procfs, run_devices, run_processes, running
 from trainer import status
 
 RUNS_PER_NAME = 20
@@ -290,6 +290,7 @@ class Probe:
             "memory_group": None,
             "gpus": None,
             "load": None,
+            "pace": None,
         }
 
     def add_evidence(self, runs: list[dict[str, Any]], names: dict[str, Any]) -> None:
@@ -304,6 +305,8 @@ class Probe:
                 run["reference"]["steps"] = WINDOW
                 run["recent"] = recent(Path(run["path"]) / "metrics.jsonl")
             if run["alive"] and self.sample > 0:
+                began = number(run["launch"], "trainer_started")
+                run["pace"] = pace.pace(Path(run["path"]) / "metrics.jsonl", began or 0.0)
                 ranks = {beat.get("pid") for beat in run["heartbeats"].values()}
                 ranks.add((run["launch"] or {}).get("trainer_pid"))
                 pids = [one["pid"] for one in run["processes"] if one["nspid"] in ranks]

@@ -13,7 +13,7 @@ import pytest
 from deployed import until
 from situations import memory_group
 
-from deploy import cpu_time, machine, nvml, probe, procfs, run_devices, run_processes, running
+from deploy import cpu_time, machine, nvml, pace, probe, procfs, run_devices, run_processes, running
 
 UUIDS = ("GPU-a", "GPU-b")
 
@@ -214,6 +214,28 @@ def test_a_long_file_is_read_from_its_end_only(tmp_path):
     began = path.stat().st_size
     assert began > 10 * probe.METRICS_BYTES
     assert probe.recent(path)["to"] == 1999
+
+
+def test_the_pace_of_an_attempt_is_told_by_the_clock_of_its_last_hour(tmp_path):
+    """A step takes 2 s, and each hundredth is followed by 50 s of saving."""
+
+    def record(step: int) -> dict:
+        return {"step": step, "time": 1000.0 + 2 * step + 50 * (step // 100), "x": "y" * 400}
+
+    path = metrics(tmp_path / "m", [record(step) for step in range(1, 10001)])
+    assert path.stat().st_size > 100 * pace.BLOCK
+    hour = pace.pace(path, 0.0)
+    assert hour["seconds"] == pytest.approx(3600, abs=60)
+    assert hour["seconds"] / hour["steps"] == pytest.approx(2.5, abs=0.05)
+    since = record(9900)["time"]  # that of this attempt
+    assert pace.pace(path, since) == {"steps": 100, "seconds": 250}
+    assert pace.pace(path, record(9990)["time"]) is None  # too few steps
+    few = [{"step": 100 + step, "time": 50.0 + step} for step in range(0, 40, 2)]
+    assert pace.pace(metrics(path, ["{half", *few, "[]", {"step": "x", "time": 1}]), 0.0) == {
+        "steps": 38, "seconds": 38,
+    }  # fmt: skip
+    assert pace.pace(metrics(path, []), 0.0) is None
+    assert pace.pace(tmp_path / "none", 0.0) is None
 
 
 # -- files -------------------------------------------------------------------------------------------------

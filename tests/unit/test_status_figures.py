@@ -53,6 +53,8 @@ def test_the_time_left_is_that_of_the_steps_left() -> None:
     moving = run(heartbeats={"0": {"phase_seconds": {"data": 0.25, "target": 0.5, "odd": "x"}}})
     assert row(moving).eta == 360
     assert "  ETA 6 min" in show.status([row(moving)])
+    assert row({**moving, "pace": {"steps": 100, "seconds": 150.0}}).eta == 720  # half of it goes into saving
+    assert row({**moving, "pace": {"steps": 100, "seconds": 20.0}}).eta == 360  # it has become slower
     assert row(run()).eta is None
     moving["heartbeats"]["0"]["step"] = 600
     assert row(moving).eta is None
