@@ -29,6 +29,7 @@ from deploy import prune as pruning
 from deploy import pull as fetching
 from deploy.errors import USAGE, DeployError, either, nearest
 from deploy.execute import Work
+from deploy.health_words import command
 from deploy.lock import Patience
 from deploy.plan import Plan
 from deploy.prune import Prune
@@ -302,14 +303,16 @@ def diff(goal: Target, wanted: Recipe, progress: Progress = silent) -> str:
     found = survey.take(goal.project, goal.host, goal.settings, wanted.settings, facts, progress)
     new = plan.make_release(found, goal.settings, wanted.settings)
     old = plan.release_before(found)
+    name, where = wanted.settings.name, goal.settings.name
+    lost = again.without_current(name, facts)
+    lost = f"{name} on {where} {lost}; {command('deploy', name, where)} puts it right" if lost else ""
     if old is None:
-        name, where = wanted.settings.name, goal.settings.name
-        return f"nothing of {name} is deployed on {where}; fab deploy would write {new.id}"
+        return lost or f"nothing of {name} is deployed on {where}; fab deploy would write {new.id}"
     before = release.deployed(goal.host, found.layout, old)
     if before is None:
         return f"release {old} is damaged or gone; fab deploy would write {new.id}"
     edited = release.edited(facts, wanted.settings.name, old)
-    edited = [*plan.changed_secrets(found), *plan.unread_secrets(found), *edited]
+    edited = [*plan.changed_secrets(found), *plan.unread_secrets(found), *edited, *([lost] if lost else [])]
     if old == new.id:
         return "\n".join([f"no difference: release {old} is what would be rendered", *edited])
     lines = [f"release {old} → {new.id}", *release.differences(before[0], before[1], new), *edited, ""]

@@ -24,10 +24,8 @@ def which(task: str, host: str, name: str, facts: Mapping[str, Any], release_id:
     known = facts["names"].get(name) or {}
     current, previous, there = known.get("current"), known.get("previous"), known.get("releases") or []
     if current is None and there:
-        raise DeployError(
-            f"{name} on {host} has no current release, as the link names/{name}/current is not there; "
-            f"{command('deploy', name, host)} puts it right"
-        )
+        lost = without_current(name, facts)
+        raise DeployError(f"{name} on {host} {lost}; {command('deploy', name, host)} puts it right")
     if current is None:
         offered = nearest(name, [one for one in facts["names"] if one != name])
         raise DeployError(
@@ -59,6 +57,14 @@ def which(task: str, host: str, name: str, facts: Mapping[str, Any], release_id:
             f"(pruned){rest or '; fab deploy writes the release of another commit anew'}"
         )
     return previous
+
+
+def without_current(name: str, facts: Mapping[str, Any]) -> str:
+    """That a name has releases on a host, and no link that says which one is current; empty if it has."""
+    known = facts["names"].get(name) or {}
+    if known.get("current") is not None or not known.get("releases"):
+        return ""
+    return f"has no current release, as the link names/{name}/current is not there"
 
 
 def after_switch(

@@ -98,7 +98,7 @@ def in_progress(run: dict[str, Any], now: float, host: str | None, sample: float
     attempt, asked = number(launch, "attempt"), launch.get("stopping")
     reason = found.reason + (f", attempt {attempt:g}" if attempt and attempt > 1 else "")
     reason += f", stopping (asked by {cut(str(asked), 60)})" if asked else ""
-    reason = "; ".join([reason, *notes.beside(run, bool(work.dead))])
+    reason = "; ".join([reason, *notes.beside(run, now, bool(work.dead))])
     if found.there:
         further = on_host(found.there, host)
     elif notes.disk_full(run):

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.health_words import amount, cut, number, plural, rows, table, tables
+from deploy.health_words import ago, amount, cut, number, plural, rows, table, tables
 
 FULL = 1 << 20  # bytes; a disk with less room takes no more of a log
 
 
-def beside(run: dict[str, Any], died: bool) -> list[str]:
+def beside(run: dict[str, Any], now: float, died: bool) -> list[str]:
     """What is worth saying of a run in progress, whatever its verdict; `died`: a process of it has."""
-    notes = [disk_full(run), weights_gone(run), shared(run), killed_for_memory(run) if died else ""]
+    notes = [
+        under_way(run, now), disk_full(run), weights_gone(run), shared(run),
+        killed_for_memory(run) if died else "",
+    ]  # fmt: skip
     return [note for note in notes if note]
+
+
+def under_way(run: dict[str, Any], now: float) -> str:
+    """Who stops a run, or puts another one in its place; launch says so itself once it has been asked.
+
+    "switching" are the words of the lock of the run's name.
+    """
+    words, path = table(run, "switching"), run.get("path")
+    begun = f" by {cut(str(words.get('by') or 'somebody'), 60)}, begun {ago(now, number(words, 'since'))},"
+    if words.get("what") == "stop" and not table(run, "launch").get("stopping"):
+        return f"a stop{begun} is under way"
+    if words.get("what") == "switch" and words.get("run_path") != path:
+        following = cut(str(words.get("run_path")).rpartition("/")[2], 70)
+        return f"a switch{begun} to {following} is under way"
+    return ""
 
 
 def lost(run: dict[str, Any]) -> str:

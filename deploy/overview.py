@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import details, drift_check, health_words, mask
+from deploy import again, details, drift_check, health_words, mask
 from deploy.errors import USAGE, DeployError, either, nearest
 from deploy.health import Verdict, number, table, verdict
 from deploy.runtimes import compose
@@ -83,7 +83,8 @@ def row(
 ) -> Row:
     host_name = None if goal.settings.name == "localhost" else goal.settings.name
     # Whether a switch is under way is told by its lock, which its record cannot know.
-    seen = {**run, "switch_lives": bool(facts["switch"].get(run["name"])), "given_up": _given_up(facts, run)}
+    switching = facts["switch"].get(run["name"])
+    seen = {**run, "switch_lives": bool(switching), "switching": switching, "given_up": _given_up(facts, run)}
     word: Verdict = verdict(seen, facts["time"], host=host_name, sample=facts["sample_seconds"])
     # Heartbeats lie in the run's own directory, so a link in one cannot be an earlier run's. Anyone may have
     # written them: a value of another type counts as none.
@@ -105,7 +106,7 @@ def row(
         run_id=run["run_id"],
         name=run["name"],
         verdict=word.word,
-        reason=word.reason,
+        reason=word.reason + _no_current(goal, facts, run, host_name),
         next_command=_with_file(goal, run, word.next_command),
         step=_whole(number(main, "step")),
         total=_whole(number(main, "total")),
@@ -136,6 +137,16 @@ def row(
 def _changes(run: Mapping[str, Any]) -> dict[str, str]:
     """What --set changed in a run in progress: the next deploy goes by the file, unless it is given again."""
     return dict(mask.pairs(table(table(dict(run), "run"), "changes"))) if run["alive"] else {}
+
+
+def _no_current(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any], host_name: str | None) -> str:
+    """That the link to the current release is lost, unless somebody is at work who may yet make it."""
+    name = run["name"]
+    lost = again.without_current(name, facts) if run["launch"] else ""
+    if not lost or facts["switch"].get(name) or facts["locks"].get(name):
+        return ""
+    mends = _with_file(goal, run, health_words.command("deploy", name, host_name))
+    return f"; {name} {lost} ({mends} puts it right)"
 
 
 def _with_file(goal: Target, run: Mapping[str, Any], command: str | None) -> str | None:

@@ -77,6 +77,8 @@ def test_a_stop_waits_for_the_switch_that_is_under_way_and_stops_what_it_starts(
     first, gate = switching(fab)
     looked = fab.ok("stop", "--dry-run")
     assert "0001-demo" in looked
+    assert f"; a switch by {lock.who()}, begun " in (shown := fab.ok("status"))
+    assert " s ago, to 0002-demo is under way" in shown
     stop = Begun(fab, "stop")
     stop.says(" of demo is under way on localhost: watching it")
     assert stop.text(1).startswith(f"a switch by {lock.who()}, since ")
@@ -279,6 +281,8 @@ def test_a_link_that_somebody_removed_is_in_the_plan_and_put_right_without_a_res
         1,
         "demo on localhost has no current release, as the link names/demo/current is not there; fab deploy --name demo puts it right\n",
     )
+    assert fab.ok("diff").endswith(same.stderr)
+    assert f"; {same.stderr.partition(' on localhost')[0]} has no current release, as" in fab.ok("status")
     planned = fab.ok("plan")
     assert planned.splitlines()[1:] == [f"link: {current} is not there; it is put right, to lead to {was}"]
     assert not current.is_symlink()
@@ -286,6 +290,7 @@ def test_a_link_that_somebody_removed_is_in_the_plan_and_put_right_without_a_res
     assert os.readlink(current) == was
     assert len(fab.ok("plan").splitlines()) == 1
     assert [run.alive() for run in fab.runs] == [True]
+    assert "current release" not in fab.ok("status")
 
 
 # -- what nobody deployed ----------------------------------------------------------------------------------

@@ -52,6 +52,34 @@ def test_the_link_of_an_earlier_run_never_passes_for_this_ones() -> None:
     assert "runs/old" in shown(old, new, run_id="0006-demo")
 
 
+def in_progress(words: dict[str, Any] | None, **fields: Any) -> str:
+    found = run(path="/state/runs/0007-demo", **fields)
+    return overview.rows(target(), facts(runs=[found], switch={"demo": words}), None)[0].reason
+
+
+def test_who_stops_a_run_or_replaces_it_is_told_while_that_is_under_way() -> None:
+    words = {"what": "stop", "by": "ada@desk\x1b", "since": NOW - 12, "run_path": "/state/runs/0007-demo"}
+    said = "; a stop by ada@desk, begun 12 s ago, is under way"
+    assert in_progress(words).endswith(said)
+    assert said not in in_progress(words, launch={"attempt": 1, "pid": 11, "stopping": "ada@desk"})
+    words |= {"what": "switch", "run_path": "/state/runs/0008-demo"}
+    assert in_progress(words).endswith("; a switch by ada@desk, begun 12 s ago, to 0008-demo is under way")
+    assert "under way" not in in_progress({**words, "run_path": "/state/runs/0007-demo"})  # it is the new one
+    assert "under way" not in in_progress(None)
+    assert "a stop by somebody, begun at an unknown time, is under way" in in_progress({"what": "stop"})
+
+
+def test_a_name_that_lost_the_link_to_its_release_says_so_and_what_mends_it() -> None:
+    names = {"demo": {"current": None, "releases": ["aaaaaaaaaaaa"]}}
+    found = run(launch={"attempt": 1, "pid": 11})
+    (lost,) = overview.rows(target(), facts(runs=[found], names=names), None)
+    said = "; demo has no current release, as the link names/demo/current is not there"
+    assert lost.reason.endswith(f"{said} (fab deploy --name demo puts it right)")
+    busy = facts(runs=[found], names=names, locks={"demo": {"what": "deploy"}})
+    for told in (busy, facts(runs=[found], names={"demo": {**names["demo"], "current": "aaaaaaaaaaaa"}})):
+        assert "current" not in overview.rows(target(), told, None)[0].reason
+
+
 def test_what_was_set_for_a_run_in_progress_is_told_since_a_deploy_would_undo_it() -> None:
     changes = {"environment.LEVEL": "three", "environment.HF_TOKEN": "hunter2", "trainer.lr": "3e-4"}
     lines = shown(run(run={"changes": changes})).splitlines()
