@@ -209,6 +209,7 @@ def plan_again(
         kept = again.secrets_file(facts, run)
         if run.secrets and kept is None:
             sources = _secret_sources(goal, run, wanted, live=seen.live is not None)
+    waits = release.patience(found[0])
     return made, Work(
         run,
         python,
@@ -217,6 +218,10 @@ def plan_again(
         secrets_from=kept,
         restage=restage,
         heartbeats=run.command[1:4] == ["-u", "-m", "trainer"],
+        first_heartbeat_timeout_seconds=waits.get(
+            "first_heartbeat_timeout_seconds", execute.FIRST_HEARTBEAT_TIMEOUT
+        ),
+        settle_seconds=waits.get("settle_seconds", execute.SETTLE_SECONDS),
         checkpoint_timeout_seconds=run.checkpoint_timeout_seconds,
     )
 

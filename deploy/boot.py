@@ -39,7 +39,7 @@ LOCK_PATIENCE = 3600.0  # seconds; a deploy that is under way may be copying wei
 ENGINE_PATIENCE = 180.0  # seconds; cron and a user's systemd start us before the engine is up
 ENGINE_TIMEOUT = 10.0
 PAUSE = 0.1  # seconds between two looks
-FLAGS = ("-I", "-B", "-X", "utf8")  # as in deploy.host
+FLAGS = ("-I", "-S", "-B", "-X", "utf8")  # as in deploy.host
 SIGNALS = ("SIGTERM", "SIGINT")  # what stopped a run that nobody asked to stop: a machine that goes down
 SHUTDOWN = "shutdown@"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 USAGE = 2  # exit code for input that can be corrected without looking at any host
@@ -26,6 +25,8 @@ class Changed(DeployError):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known words closest to `word`, as the end of a sentence: ``"; did you mean demo?"`` or nothing."""
+    import difflib  # only here: what runs on a host, too, hardly ever offers a word
+
     scores = {one: difflib.SequenceMatcher(None, word, one).ratio() for one in set(known)}
     best = max(scores.values(), default=0.0)
     close = sorted(

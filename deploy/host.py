@@ -28,9 +28,10 @@ log = logging.getLogger(__name__)
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
-# How Python is started for our own scripts on a host: nobody's PYTHON* variables or site directories change
-# what they do, arguments and environment are UTF-8 whatever the locale says, and no cache files are left.
-SCRIPT_FLAGS = ("-I", "-B", "-X", "utf8")
+# How Python is started for our own scripts on a host: nobody's PYTHON* variables, site directories or .pth
+# files change what they do or take their time, arguments and environment are UTF-8 whatever the locale says,
+# and no cache files are left.
+SCRIPT_FLAGS = ("-I", "-S", "-B", "-X", "utf8")
 
 
 class HostError(DeployError):

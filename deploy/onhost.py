@@ -328,7 +328,8 @@ exec(compile(zlib.decompress(take(int(take(12)))), "drafthouse", "exec"))
 
 # Modules are imported from these texts by Python's own machinery, so they may import each other as ever.
 _PROGRAM = """\
-import marshal, sys
+import gc, marshal, sys
+gc.disable()  # most of it lives as long as the process, and one that answers once is over before it matters
 from importlib.machinery import ModuleSpec
 texts = {texts!r}
 codes = {codes!r}
@@ -351,11 +352,14 @@ sys.meta_path.insert(0, Ours)
 """
 
 _CALL = """\
-import importlib, json, os
+import gc, importlib, json, os
 call = json.loads(take(int(take(12))))
 if call["mode"] == "script":
     sys.argv = [call["module"], *call["arguments"]]
 function = getattr(importlib.import_module(call["module"]), call["function"])
+if call["mode"] != "call" or call["progress"]:
+    gc.freeze()
+    gc.enable()
 from deploy.errors import DeployError
 def sentence(error):
     words = error.strerror or str(error)

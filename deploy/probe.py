@@ -41,13 +41,11 @@ steps, `recent`; `pace`: see `deploy.pace`.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
 import re
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -428,7 +426,8 @@ def recent(metrics: Path) -> dict[str, Any] | None:
         return None
     # A record stands for the steps since the one before it.
     before = max((step for step in speeds if step < min(chosen)), default=min(chosen) - 1)
-    median = statistics.median(speeds[step] for step in chosen)
+    ordered = sorted(speeds[step] for step in chosen)
+    median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
     return {"tokens_per_second": median, "steps": max(chosen) - before, "to": max(chosen)}
 
 
@@ -500,6 +499,8 @@ def state_root() -> str:
 
 
 def main() -> None:
+    import argparse  # only here: with what it needs, it is a tenth of a look that a plan takes
+
     parser = argparse.ArgumentParser(prog="probe")
     parser.add_argument("--state", default=state_root())
     parser.add_argument("--shm", default=os.environ.get("DRAFTHOUSE_SHM") or "/dev/shm/drafthouse")

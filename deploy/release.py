@@ -169,6 +169,14 @@ def resolved(
     return value
 
 
+def patience(files: Mapping[str, bytes]) -> dict[str, float]:
+    """How long a start of a deployed release is waited for: those settings that its run.yaml has."""
+    value = _yaml(files.get("run.yaml", b""))
+    keys = ("first_heartbeat_timeout_seconds", "settle_seconds")
+    found = {key: value.get(key) for key in keys} if isinstance(value, dict) else {}
+    return {key: float(number) for key, number in found.items() if isinstance(number, int | float)}
+
+
 def build(
     settings: RunSettings,
     layout: Layout,

@@ -3,6 +3,8 @@
 import os
 import signal
 
+import hypothesis
+
 # As in trainer/__main__.py, before anything imports torch: tests run beside other work, and threads that spin
 # while they wait made small models six times slower there.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -14,5 +16,9 @@ os.environ["DRAFTHOUSE_BOOT"] = "no"
 # that is started from here: then no Ctrl-C could be tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+# On a machine with other work to do, how long an example takes says nothing of it.
+hypothesis.settings.register_profile("any-machine", deadline=None)
+hypothesis.settings.load_profile("any-machine")
 
 pytest_plugins = ["testbed.fixtures", "testbed.selection"]

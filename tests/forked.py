@@ -12,6 +12,7 @@ are read when it starts, call the program itself.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -118,6 +119,7 @@ class Python:
 def serve(requests: socket.socket) -> list[str]:
     """Fork for each request, until the other end is closed. Returns its argv where it is to be run."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    gc.freeze()  # what is imported is garbage in no child, and stays shared
     while True:
         head, fds, _, _ = socket.recv_fds(requests, 12, 3)
         if not head:

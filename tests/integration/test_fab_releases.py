@@ -75,6 +75,7 @@ def test_start_starts_what_is_deployed_whatever_the_files_say_and_leaves_a_run_a
     assert len(fab.runs) == 1
     fab.ok("start", "--no-follow")
     assert release_of(fab.runs[1]) == first
+    assert '"settled"' not in (fab.runs[1].path / "switch.json").read_text()  # as its settle_seconds: 0 says
     until(lambda: "greeting one\n" in fab.log(fab.runs[1]))
 
 

@@ -156,7 +156,7 @@ VALUES = st.text(
 )
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(NAMES, VALUES, min_size=10, max_size=60))
 def test_values_arrive_byte_for_byte(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("run")

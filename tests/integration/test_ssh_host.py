@@ -76,7 +76,7 @@ def until(condition, seconds: float = 60) -> None:
 # -- what arrives there, and what comes back ---------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(words=st.lists(HOSTILE, max_size=3), value=HOSTILE)
 def test_arguments_and_variables_arrive_byte_for_byte(box, words, value):
     result = box.run(python(SHOW, *words), timeout=30, env={"V": value})

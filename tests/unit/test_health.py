@@ -321,7 +321,7 @@ PLACES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.sampled_from(CASES), st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3))
 def test_no_foreign_value_breaks_a_verdict(path, damage):
     case = json.loads(path.read_text())

@@ -29,7 +29,7 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, "-I", "-X", "utf8", "-c", *arguments]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(words=st.lists(HOSTILE, max_size=3), value=HOSTILE)
 def test_arguments_and_variables_arrive_byte_for_byte(words, value):
     result = Local().run(python(SHOW, *words), timeout=30, env={"V": value})

@@ -105,7 +105,7 @@ def test_an_endless_line_is_not_kept_in_memory() -> None:
         assert made.held <= log_filter.LONGEST
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TEXTS, st.integers(0, 6), st.randoms())
 def test_the_last_matches_are_those_of_the_whole_text(
     tmp_path_factory, data: bytes, count: int, random_

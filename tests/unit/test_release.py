@@ -352,3 +352,11 @@ def test_a_secret_in_the_environment_is_not_shown_as_a_difference(tmp_path: Path
     assert release.differences(old.files, old.digests, new) == [
         "environment.API_KEY: *** → *** (another value)"
     ]
+
+
+def test_a_release_says_how_long_its_start_is_waited_for(tmp_path: Path) -> None:
+    text = "command: [a]\nfirst_heartbeat_timeout_seconds: 3600\nsettle_seconds: 0\n"
+    expected = {"first_heartbeat_timeout_seconds": 3600.0, "settle_seconds": 0.0}
+    assert release.patience(built(text, tmp_path).files) == expected
+    assert release.patience(built(DEMO, tmp_path).files) == {"first_heartbeat_timeout_seconds": 600.0}
+    assert release.patience({"run.yaml": b"["}) == release.patience({}) == {}

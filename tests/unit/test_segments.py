@@ -106,7 +106,7 @@ def test_an_empty_new_segment_is_waited_for(tmp_path):
     assert read_all(log, 4) == ([], b"two\n")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.binary(max_size=60).map(lambda data: data.replace(b"\x00", b"\n")), st.integers(0, 12), st.randoms()
 )

@@ -45,7 +45,7 @@ def output(request: Request, done: subprocess.CompletedProcess) -> bytes:
     return done.stdout[start:]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(words=st.lists(HOSTILE, max_size=3), value=HOSTILE, data=st.binary(max_size=200))
 def test_arguments_variables_and_input_arrive_byte_for_byte(path, words, value, data):
     code = SHOW + "\nsys.stdout.flush(); sys.stdout.buffer.write(sys.stdin.buffer.read())"
