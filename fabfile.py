@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fabric import main
-from invoke import Context, Exit
+from invoke import Collection, Context, Exit
+from invoke.tasks import Task
 
 from deploy import conduct, menu, output, parsing
 from deploy.errors import USAGE, DeployError
@@ -24,6 +25,8 @@ from deploy.menu import EVERY_NAME, EVERYWHERE, one_process, one_run, say, show,
 
 ROOT = Path(__file__).resolve().parent
 task = functools.partial(menu.task, ROOT)
+weights, data = Collection("weights"), Collection("data")
+part = functools.partial(menu.part, ROOT)
 
 if interrupt.ITSELF:
     output.guard()
@@ -632,3 +635,144 @@ def bootstrap(
             say(f"{made.host} has all that a deploy needs")
         return int(bool(left))
     return int(bool(made.blocked))
+
+
+# -- weights and data --------------------------------------------------------------------------------------
+
+
+@part(weights, "push")
+def push_weights(
+    context: Context,
+    directory: str,
+    host: str | None = None,
+    streams: str | None = None,
+    evict_first: bool = False,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Send a model directory into the host's shared memory, verified."""
+    from deploy import target
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    return conduct.pushed(goal, "weights", directory, json=json, streams=streams, evict_first=evict_first)
+
+
+@part(weights, "stage")
+def stage_weights(
+    context: Context,
+    directory: str,
+    host: str | None = None,
+    evict_first: bool = False,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Copy a model directory of the host into its shared memory."""
+    from deploy import target
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    return conduct.staged(goal, "weights", directory, json=json, evict_first=evict_first)
+
+
+@part(data, "push")
+def push_data(
+    context: Context,
+    directory: str,
+    host: str | None = None,
+    streams: str | None = None,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Send a directory of data to the host's disk, verified."""
+    from deploy import target
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    return conduct.pushed(goal, "data", directory, json=json, streams=streams)
+
+
+@part(data, "stage")
+def stage_data(
+    context: Context,
+    directory: str,
+    host: str | None = None,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Copy a directory of data of the host to where runs find it."""
+    from deploy import target
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    return conduct.staged(goal, "data", directory, json=json)
+
+
+@part(weights, "list")
+def list_weights(
+    context: Context,
+    host: str | None = None,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """The copies of weights and data on a host, and who uses them."""
+    from deploy import target
+    from deploy import weights_tasks as tasks
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    found = tasks.listing(goal)
+    if json:
+        return show(found)
+    print(menu.here(tasks.table(found, goal.settings.name)))
+    return None
+
+
+@part(weights, "verify")
+def verify_weights(
+    context: Context,
+    host: str | None = None,
+    copy: str | None = None,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Read the copies in shared memory again, byte by byte."""
+    from deploy import target
+    from deploy import weights_tasks as tasks
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    found = tasks.verify(goal, copy, say)
+    if json:
+        show(dict(found))
+    elif not found:
+        print(f"no weights lie in the shared memory of {goal.settings.name}")
+    for path, problems in () if json else found:
+        print("\n".join(problems) if problems else f"{path}: every byte is what was sent")
+    return int(any(problems for _, problems in found))
+
+
+@part(weights, "evict")
+def evict_weights(
+    context: Context,
+    copy: str,
+    host: str | None = None,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Remove weights that no process uses from shared memory."""
+    from deploy import target
+    from deploy import weights_tasks as tasks
+    from deploy.sizes import size
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    done = tasks.evict(goal, copy, say)
+    if json:
+        return show([{"path": path, "bytes": freed} for path, freed in done])
+    for path, freed in done:
+        print(f"{path} is gone from {goal.settings.name}: {size(freed)} of memory freed")
+    return None
+
+
+namespace = Collection(*[one for one in list(globals().values()) if isinstance(one, Task)], weights, data)

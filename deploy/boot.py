@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 # The switch is started as a program of its own, and comes to the host with this one.
-from deploy import engine, files, new_run, probe, procfs, switch_job, weights_store  # noqa: F401
+from deploy import engine, files, manifest, new_run, probe, procfs, switch_job, weights_store  # noqa: F401
 from deploy.errors import DeployError
 from trainer import status
 
@@ -299,7 +299,7 @@ def check(found: Mapping[str, Any], state: Path, name: str) -> None:
 def stage(weights: Mapping[str, Any]) -> None:
     """Copy the weights into shared memory, which a restart empties. Raises DeployError."""
     source, path = str(weights["source"]), str(weights["path"])
-    if not os.path.isdir(source) and not weights_store.whole(Path(path)):
+    if not os.path.isdir(source) and not manifest.whole(Path(path)):
         raise DeployError(
             f"weights {source} lay in shared memory only, which the restart has emptied: put them there "
             "again, or name a directory on a disk in the run's file, then fab deploy"

@@ -19,7 +19,7 @@ from invoke import Exit
 from deploy import interrupt
 from deploy.errors import USAGE, DeployError
 from deploy.health_words import command
-from deploy.menu import here, say, show
+from deploy.menu import here, say, show, whole
 
 EARLY = 600.0  # seconds, in which a run that fails is taken for one that never worked
 
@@ -269,3 +269,32 @@ def until_interrupted(body: Callable[[], Any]) -> None:
         body()
     except KeyboardInterrupt:
         raise Exit(code=interrupt.CODE) from None
+
+
+def pushed(
+    goal: Any, kind: str, directory: str, *, json: bool, streams: str | None, evict_first: bool = False
+) -> int | None:
+    """Send a directory of this machine to where runs find it, and show how far that is."""
+    from deploy import meter, weights_tasks
+
+    count = None if streams is None else whole("--streams", streams)
+    shown: dict[str, Any] = {"progress": say, "meter": meter.on_terminal(say)}
+    done = weights_tasks.push(goal, directory, kind, streams=count, evict_first=evict_first, **shown)
+    return brought(goal, done, json)
+
+
+def staged(goal: Any, kind: str, directory: str, *, json: bool, evict_first: bool = False) -> int | None:
+    """Copy a directory that lies on the host to where runs find it."""
+    from deploy import weights_tasks
+
+    done = weights_tasks.stage(goal, directory, kind, evict_first=evict_first, progress=say)
+    return brought(goal, done, json)
+
+
+def brought(goal: Any, done: Any, json: bool) -> int | None:
+    from deploy import weights_tasks
+
+    if json:
+        return show(done)
+    print(weights_tasks.told(done, goal.settings.name))
+    return None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import files, procfs
+from deploy import files, procfs, weights_uses
 from trainer import status
 
 MANIFEST = ".drafthouse.json"  # in every copy of weights or data that we made
@@ -292,8 +292,10 @@ def _in_use(path: Path, root: Path, memory: Path, counting: Sequence[_Counting])
             )
     copy = (below[0] == memory and len(way) == 1) or (len(way) == 2 and way[0] in STORES)
     if copy and (_is_leftover(path.name, False) or (path / MANIFEST).is_file()):
-        if _mapped(str(path)):
-            return "is mapped by a process"
+        if _is_filled(path):
+            return "is being filled by a push or a deploy"
+        if weights_uses.users(weights_uses.files_of(path)):
+            return "is used by a process"
         using = [one.run_id for one in counting if str(path) in one.text]
         return f"is what {using[-1]} starts from" if using else None
     return "is no place of Drafthouse's"
@@ -304,9 +306,12 @@ def _on_a_command_line(path: str) -> bool:
     return any(wanted in procfs.read(pid, "cmdline").split(b"\0") for pid in procfs.processes())
 
 
-def _mapped(path: str) -> bool:
-    wanted = path.encode() + b"/"
-    return any(wanted in procfs.read(pid, "maps") for pid in procfs.processes())
+def _is_filled(path: Path) -> bool:
+    """Whether what is there in part belongs to a copy that somebody makes just now."""
+    known = weights_uses.parts(path)
+    if known is None or not known[2]:
+        return False
+    return files.holder(path.with_name(f".{known[0]}.lock")) is not None
 
 
 # -- reading -----------------------------------------------------------------------------------------------

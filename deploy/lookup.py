@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy import engine, files, strays, typedpath, weights_store
+from deploy import engine, files, hashing, strays, typedpath, weights_store
 from deploy.errors import DeployError
 from trainer import status
 
@@ -44,6 +44,7 @@ def look(wanted: dict[str, Any]) -> dict[str, Any]:
         "secrets": secrets,
         "image": image,
         "strays": strays.look,
+        "hashes": hashing.names,
     }
     return {key: known[key](**question) for key, question in wanted.items()}
 

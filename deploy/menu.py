@@ -18,7 +18,7 @@ from typing import Any
 
 from fabric import Connection
 from fabric import task as fabric_task
-from invoke import Context, Exit
+from invoke import Collection, Context, Exit
 
 from deploy import early, interrupt, output
 from deploy.errors import USAGE, DeployError
@@ -59,6 +59,10 @@ HELP = {
     "plot": "write a picture to this PNG file",
     "clear": "take the reference of the name away",
     "interval": "with --watch, seconds between two refreshes (default 2)",
+    "directory": "a directory of this machine (push), or of the host (stage)",
+    "streams": "how many connections side by side (default: by cores and distance)",
+    "evict-first": "remove the other versions of the name from shared memory before",
+    "copy": "a name, NAME@DIGEST or a path, as fab weights.list shows them",
 }
 EVERYWHERE = {  # of tasks that show all there is, if nothing else is said
     "host": "one host (default: localhost and every host of fabric.yaml)",
@@ -112,6 +116,16 @@ def task(
         names = {key.replace("_", "-") for key in body.__annotations__}
         words = {key: text for key, text in {**HELP, **(said or {})}.items() if key in names}
         return fabric_task(auto_shortflags=False, help=words, **flags)(run)
+
+    return wrap
+
+
+def part(root: Path, of: Collection, name: str) -> Callable[[Callable[..., int | None]], Any]:
+    """A task in a part of the menu: ``push`` in ``weights`` is ``fab weights.push``."""
+
+    def wrap(body: Callable[..., int | None]) -> Any:
+        of.add_task(task(root, name=name)(body))
+        return body  # no task: else the menu would have it a second time, outside its part
 
     return wrap
 

@@ -18,6 +18,11 @@ from deploy.errors import USAGE, nearest
 EXAMPLES = {
     "compare": "fab compare 0006-demo 0007-demo (runs, or names for their newest runs)",
     "reference": "fab reference 0007-demo (a run, or a name for its newest run)",
+    "weights.push": "fab weights.push /models/Qwen3-8B --host gpu-box",
+    "weights.stage": "fab weights.stage /nvme/Qwen3-8B --host gpu-box",
+    "weights.evict": "fab weights.evict Qwen3-8B --host gpu-box",
+    "data.push": "fab data.push /data/completions --host gpu-box",
+    "data.stage": "fab data.stage /nvme/completions --host gpu-box",
 }
 _UNKNOWN = re.compile(r"No idea what (['\"])(.*)\1 is!", re.DOTALL)
 _MISSING = re.compile(r"did not receive required positional arguments: (.*)")

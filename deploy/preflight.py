@@ -278,7 +278,8 @@ def _state(facts: Mapping[str, Any], host: HostSettings) -> Check:
 def _disk(survey: Survey, run: RunSettings) -> Check:
     state = survey.facts["state"]
     need = DISK_COMMAND if run.command is not None else DISK_TOY if run.weights == TOY else DISK_MODEL
-    pushed = sum(copy.bytes for copy in (survey.weights, survey.data_copy) if copy and copy.action == "push")
+    copies = [copy for copy in (survey.weights, survey.data_copy) if copy and copy.action in ("push", "keep")]
+    pushed = sum(copy.bytes for copy in copies if copy.kept)
     free = state.get("free_bytes")
     if free is None or free >= need + pushed:
         return Check("disk", True)
@@ -308,12 +309,15 @@ def _shared_memory(survey: Survey, host: HostSettings) -> list[Check]:
             )
         )
     elif shm.get("free_bytes") is not None and shm["free_bytes"] < need:
+        short = need - shm["free_bytes"]
         found.append(
             Check(
                 "shm",
                 False,
-                f"{shm['root']} has {size(shm['free_bytes'])} free, but the weights need {size(need)}",
-                "remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm",
+                f"{shm['root']} has {size(shm['free_bytes'])} free, but the weights need {size(need)}: "
+                f"{size(short)} too little",
+                _instead(survey, short)
+                or "remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm",
             )
         )
     available = survey.facts.get("memory", {}).get("available")
@@ -322,8 +326,9 @@ def _shared_memory(survey: Survey, host: HostSettings) -> list[Check]:
             Check(
                 "memory",
                 False,
-                f"the weights need {size(need)} of memory, but only {size(available)} is available",
-                "stop what uses it, or add memory",
+                f"the weights need {size(need)} of memory, but only {size(available)} is available: "
+                f"{size(need - available)} too little",
+                _instead(survey, need - available) or "stop what uses it, or add memory",
             )
         )
     if not shm.get("is_tmpfs"):
@@ -337,6 +342,22 @@ def _shared_memory(survey: Survey, host: HostSettings) -> list[Check]:
             )
         )
     return found or [Check("shm", True)]
+
+
+def _instead(survey: Survey, short: int) -> str | None:
+    """How to make room where old and new weights of one name do not fit in together; else None."""
+    weights = survey.weights
+    if weights is None or not weights.name:
+        return None
+    old = [one for one in survey.facts.get("weights", ()) if one["name"] == weights.name]
+    if sum(one["bytes"] for one in old) < short:
+        return None
+    taken = ", ".join(f"{one['name']}@{one['digest']}" for one in old)
+    there = size(sum(one["bytes"] for one in old))
+    return (
+        f"the old ones ({taken}, {there}) do not fit in beside them: fab stop, "
+        f"fab weights.evict {weights.name}, then fab deploy"
+    )
 
 
 def _directories(survey: Survey, run: RunSettings) -> list[Check]:

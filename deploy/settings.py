@@ -57,6 +57,7 @@ class HostSettings(_Settings):
     cache: str | None = None  # default: names/<name>/cache in the state
     python: str | None = None  # the Python that has torch; on localhost the one that runs fab
     build: Literal["host", "local"] | None = None  # where images are built; default: on the host
+    keep_on_disk: bool = True  # weights that were pushed, for the time after a reboot
 
     @property
     def is_local(self) -> bool:

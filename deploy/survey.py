@@ -12,6 +12,7 @@ from typing import Any
 from deploy import (
     CHECKOUT,
     lookup,
+    manifest,
     onhost,
     release,
     runtimes,
@@ -19,7 +20,7 @@ from deploy import (
     strays,
     typedpath,
     weights,
-    weights_store,
+    weights_check,
 )
 from deploy.host import Host
 from deploy.release import Layout
@@ -188,6 +189,8 @@ class _Question:
             asked["data"] = {"source": data.given}
         elif data:
             asked["data_copies"] = {"name": data.name, "places": [f"{layout.state}/data"]}
+        if any(one and one.here for one in (model, data)):
+            asked["hashes"] = {}
         return asked
 
 
@@ -202,7 +205,8 @@ def _answered(
 ) -> Survey:
     run, layout = question.run, question.layout
     reading = (host, layout, progress, read)
-    staged, weights_problems = _weights(run, question.model, answers, *reading)
+    keep = question.settings.keep_on_disk
+    staged, weights_problems = _weights(run, question.model, answers, *reading, keep)
     path, copy, data_problems = _data(run, question.data, answers, *reading)
     return Survey(
         question.facts,
@@ -238,7 +242,7 @@ class Directory:
 
     @property
     def name(self) -> str:
-        return Path(self.given).resolve().name
+        return manifest.name_of(Path(self.given))
 
     @classmethod
     def find(cls, project: Project, settings: HostSettings, text: str | None, toy: str) -> Directory | None:
@@ -282,6 +286,7 @@ def _weights(
     layout: Layout,
     progress: Callable[[str], None],
     read: bool,
+    keep: bool,
 ) -> tuple[Weights | None, tuple[str, ...]]:
     if run.weights is None:
         if run.command is not None:
@@ -291,12 +296,15 @@ def _weights(
         return Weights(TOY, "toy", TOY), ()
     if model.here:
         source = Path(model.given)
-        problems = weights_store.check_model_dir(source)
+        problems = weights_check.check_model_dir(source)
         if problems:
             return None, tuple(problems)
         there, staged = answers["copies"]
-        place = f"{layout.state}/weights"
-        return weights.pushed(source, place, layout.shm, there, staged, progress, read=read), ()
+        place = f"{layout.state}/weights" if keep else ""
+        hashes = answers["hashes"]
+        return weights.pushed(
+            source, place, layout.shm, there, staged, progress, read=read, hashes=hashes
+        ), ()
     found = answers["weights"]
     if found.get("action") == "changed" and read:
         found = onhost.ask(
@@ -339,5 +347,6 @@ def _data(
     if problems:
         return None, None, problems
     there = answers["data_copies"][0]
-    copy = weights.pushed(source, f"{layout.state}/data", "", there, [], progress, read=read)
+    hashes = answers["hashes"]
+    copy = weights.pushed(source, f"{layout.state}/data", "", there, [], progress, read=read, hashes=hashes)
     return copy.path, copy, ()

@@ -1,8 +1,10 @@
-"""Model weights: found here or on the host, pushed there if need be, then copied into shared memory.
+"""Model weights: found here or on the host, and brought into its shared memory.
 
 ``<shm>/<name>@<digest12>`` holds a copy that never changes, ``<shm>/<name>`` points to it. A run is given the
-versioned path, so that new weights never appear under a process that has the old ones mapped. Directories of
-data go the same way, but for the shared memory. `deploy.weights_store` is the part that works on the host.
+versioned path, so that new weights never appear under a process that has the old ones mapped. What comes
+from this machine goes straight into shared memory, and a copy of it is kept on the host's disk for the time
+after a reboot; directories of data go to the disk only. `deploy.sender` sends, `deploy.weights_store` works
+on the host.
 `toy` is not handled here: the trainer makes it, since `docker compose up` has no deploy.
 """
 
@@ -10,19 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import onhost, weights_store
+from deploy import hashing, manifest, onhost, sender
 from deploy.errors import DeployError
 from deploy.host import Host
+from deploy.manifest import Progress
+from deploy.meter import Meter
 from deploy.sizes import size
 
 SILENCE = 120.0  # seconds without a word of a copy; it tells how far it is every 10 s
 
-Progress = Callable[[str], None]
+_manifests: dict[str, dict[str, Any]] = {}  # by digest: what was read for a plan, for its carrying out
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Weights:
     """What a deploy will do about the weights, or about a directory of data, and where the run finds them."""
 
     source: str  # as in the run's file; on the host, unless `action` is push
-    action: str  # toy | in-place | present | copy | push | changed (only told to those who will not wait)
+    # toy | in-place | present | copy | push | keep | changed (only told to those who will not wait)
+    action: str
     path: str | None  # what the run is given; None: the digest is not known yet
     name: str = ""
     digest: str = ""
@@ -46,8 +51,10 @@ class Weights:
         if self.action == "present":
             return f"{self.path} ({size(self.bytes)}), unchanged"
         if self.action == "push":
-            staged = f", then copy them to {self.path}" if self.path != self.kept else ""
-            return f"push {self.source} ({size(self.bytes)}) of this machine to {self.kept}{staged}"
+            keep = f", and keep a copy in {self.kept}" if self.kept not in ("", self.path) else ""
+            return f"push {self.source} ({size(self.bytes)}) of this machine to {self.path}{keep}"
+        if self.action == "keep":
+            return f"{self.path} ({size(self.bytes)}), unchanged; keep a copy in {self.kept}"
         whence = f"{self.kept}, pushed before," if self.kept else self.source
         return f"copy {whence} ({size(self.bytes)}) to {self.path}"
 
@@ -64,35 +71,41 @@ def pushed(
     root: str,
     there: Sequence[Mapping[str, Any]],
     staged: Sequence[Mapping[str, Any]],
-    progress: Progress = weights_store.silent,
+    progress: Progress = manifest.silent,
     *,
     read: bool = True,
+    hashes: Sequence[str] = (hashing.SHA,),
 ) -> Weights:
-    """What has to happen so that `source`, a directory of this machine, is in `place` on a host.
+    """What has to happen so that `source`, a directory of this machine, is on a host.
 
-    `there` and `staged` are what `weights_store.known` says of `place` and of shared memory, `root`, which is
-    empty for data, as those are not staged. Reads; hashes only what no manifest there tells of.
+    In shared memory, `root`, and on disk in `place` ("": no copy is kept); data, whose `root` is empty, on
+    disk only. `there` and `staged` are what `weights_store.known` says of the two, `hashes` what the host can
+    compute. Reads; hashes only what no manifest there tells of.
     """
-    stamp = weights_store.stamp_of(source)
-    total, name, origin = (
-        sum(length for length, _ in stamp.values()),
-        source.resolve().name,
-        origin_of(source),
-    )
-    digest = next((one["digest"] for one in there if (one["source"], one["stamp"]) == (origin, stamp)), None)
-    made = Weights(str(source), "changed", None, name, "", total, root)
+    stamp, name, origin = manifest.stamp_of(source), manifest.name_of(source), origin_of(source)
+    copies = (*there, *staged)
+    digest = next((one["digest"] for one in copies if (one["source"], one["stamp"]) == (origin, stamp)), None)
+    made = Weights(str(source), "changed", None, name, "", manifest.total(stamp), root)
     if digest is None:
         if not read:
             return made
-        progress(f"reading {size(total)} of {source}")
-        digest = weights_store.tree_digest(source, progress)
+        digest = read_manifest(source, hashes, progress)["digest"]
     version = f"{name}@{digest[:12]}"
-    kept, path = f"{place}/{version}", f"{root or place}/{version}"
+    kept, path = f"{place}/{version}" if place else "", f"{root or place}/{version}"
     made = dataclasses.replace(made, path=path, digest=digest, kept=kept)
-    if not any(one["path"] == kept for one in there):
-        return dataclasses.replace(made, action="push")
+    is_kept = any(one["path"] == kept for one in there)
     is_staged = not root or any(one["path"] == path for one in staged)
-    return dataclasses.replace(made, action="present" if is_staged else "copy")
+    if is_kept or (is_staged and not place):
+        return dataclasses.replace(made, action="present" if is_staged else "copy")
+    return dataclasses.replace(made, action="keep" if root and is_staged else "push")
+
+
+def read_manifest(source: Path, hashes: Sequence[str], progress: Progress) -> dict[str, Any]:
+    """The manifest of a directory of this machine, with a hash that the host can compute as well."""
+    progress(f"reading {size(manifest.total(manifest.stamp_of(source)))} of {source}")
+    found = {**manifest.read(source, hashing.common(hashes), progress), "source": origin_of(source)}
+    _manifests[found["digest"]] = found
+    return found
 
 
 def origin_of(source: Path) -> str:
@@ -100,11 +113,21 @@ def origin_of(source: Path) -> str:
     return f"{socket.gethostname()}:{source}"
 
 
-def bring(host: Host, found: Weights, progress: Progress) -> None:
+def bring(host: Host, found: Weights, progress: Progress, again: str = "fab deploy") -> None:
     """Carry out what is planned for weights or data. Raises DeployError; then nothing has changed."""
     if found.action == "push":
-        push(host, found, progress)
-    if found.root and found.action in ("push", "copy", "present"):
+        push(host, found, progress, again=again)
+    if found.root and found.action in ("push", "keep") and found.kept:
+        onhost.ask(
+            host,
+            "deploy.weights_store:keep",
+            found.path,
+            found.kept,
+            found.digest,
+            timeout=SILENCE,
+            progress=progress,
+        )
+    if found.root and found.action in ("copy", "present", "keep"):
         boot = found.boot()
         assert boot
         onhost.ask(
@@ -113,39 +136,38 @@ def bring(host: Host, found: Weights, progress: Progress) -> None:
             *boot.values(),
             timeout=SILENCE,
             # A connection of its own only for what takes its time.
-            progress=None if found.action == "present" else progress,
+            progress=progress if found.action == "copy" else None,
         )
 
 
-def push(host: Host, found: Weights, progress: Progress) -> None:
-    """Send a directory of this machine to the host's disk, where it appears once all of it has arrived."""
+def push(
+    host: Host,
+    found: Weights,
+    progress: Progress,
+    *,
+    streams: int | None = None,
+    meter: Meter | None = None,
+    again: str = "the same command",
+) -> sender.Sent:
+    """Send a directory of this machine to where the run finds it. It appears once all of it is verified.
+
+    `again`: the command that goes on if the link is lost for good. Raises DeployError, also if the directory
+    is not any more what was planned.
+    """
     source = Path(found.source)
-    stamp = weights_store.stamp_of(source)
+    wanted = _manifests.get(found.digest)
+    if wanted is None or manifest.stamp_of(source) != wanted["stamp"]:
+        raise DeployError(f"{source} changed since it was read; {again} reads it again")
     progress(f"sending {size(found.bytes)} from {source}")
-    onhost.ask(
+    return sender.send(
         host,
-        "deploy.weights_store:receive",
-        found.kept,
-        origin_of(source),
-        found.digest,
-        stamp,
-        stream=_contents(source, stamp),
-        timeout=SILENCE,
+        source,
+        wanted,
+        str(found.path),
+        durable=not found.root,
+        link=bool(found.root),
+        streams=streams,
         progress=progress,
+        meter=meter,
+        again=again,
     )
-
-
-def _contents(source: Path, stamp: Mapping[str, Sequence[int]]) -> Iterator[bytes]:
-    """The files of `stamp` one after the other, each as long as it says, as the other side counts on it."""
-    for relative, (length, _) in stamp.items():
-        left = length
-        try:
-            with open(source / relative, "rb") as file:
-                while left:
-                    block = file.read(min(left, weights_store.CHUNK))
-                    if not block:
-                        raise DeployError(f"{source / relative} became shorter while it was sent")
-                    left -= len(block)
-                    yield block
-        except OSError as error:
-            raise DeployError(f"{source / relative} cannot be read: {error.strerror}") from None

@@ -13,7 +13,7 @@ import pytest
 from deployed import CHECKOUT, TRAINER, Place, steps, until
 from testbed.systemd import Machine
 
-from deploy import boot, bootunit, host, switch, unitfile, weights_store
+from deploy import boot, bootunit, host, manifest, switch, unitfile
 from deploy.release import Layout
 from trainer import status
 
@@ -66,7 +66,7 @@ class Box(Place):
             header = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
             (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
             (source / "config.json").write_text("{}")
-        digest = weights_store.tree_digest(source)
+        digest = manifest.tree_digest(source)
         staged = self.shm / f"model@{digest[:12]}"
         stage = f"from deploy.weights_store import stage; stage({str(source)!r}, {str(staged)!r}, {digest!r})"
         done = self.host.run([sys.executable, "-c", stage], timeout=60, env={"PYTHONPATH": str(CHECKOUT)})

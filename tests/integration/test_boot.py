@@ -117,10 +117,10 @@ def model(path: Path) -> Path:
 
 def with_weights(machine: Machine, tmp_path: Path) -> tuple[Path, Path]:
     """Let the machine's runs have weights: (where they lie on its disk, where in shared memory)."""
-    from deploy import weights_store
+    from deploy import manifest, weights_store
 
     source = model(tmp_path / "disk" / "model")
-    digest = weights_store.tree_digest(source)
+    digest = manifest.tree_digest(source)
     staged = tmp_path / "shm" / f"model@{digest[:12]}"
     machine.weights = {"source": str(source), "path": str(staged), "digest": digest}
     weights_store.stage(str(source), str(staged), digest)

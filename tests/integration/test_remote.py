@@ -21,7 +21,7 @@ import pytest
 from deployed import CHECKOUT, Place, until
 from fabbed import FAB, call
 
-from deploy import actions, execute, logs, ssh, switch, target, weights_store
+from deploy import actions, execute, logs, manifest, ssh, switch, target
 from trainer import status
 
 pytestmark = [pytest.mark.root, pytest.mark.sshd, pytest.mark.slow]
@@ -162,20 +162,20 @@ def test_weights_and_data_of_this_machine_are_pushed_once(remote: Remote, tmp_pa
     (data / "a.jsonl").write_text("{}\n")
     remote.file(COUNTING + f"weights: {weights}\ndata: {data}\n")
     shown = remote.ok("deploy", "--no-follow")
-    digest = weights_store.tree_digest(weights)[:12]
+    digest = manifest.tree_digest(weights)[:12]
     kept, staged = remote.box.state / "weights" / f"small@{digest}", remote.box.shm / f"small@{digest}"
     assert f"push {weights} " in shown
-    assert f" of this machine to {kept}, then copy them to {staged}\n" in shown
+    assert f" of this machine to {staged}, and keep a copy in {kept}\n" in shown
     for place in (kept, staged, remote.box.shm / "small"):
         assert (place / "model.safetensors").read_bytes() == (weights / "model.safetensors").read_bytes()
-    data_there = remote.box.state / "data" / f"mine@{weights_store.tree_digest(data)[:12]}"
+    data_there = remote.box.state / "data" / f"mine@{manifest.tree_digest(data)[:12]}"
     assert (data_there / "a.jsonl").read_text() == "{}\n"
     until(lambda: f"weights {staged} data {data_there}\n" in remote.log(remote.runs[0]))
     boot = json.loads((remote.runs[0].path / "boot.json").read_text())
     assert boot["weights"] == {
         "source": str(kept),
         "path": str(staged),
-        "digest": weights_store.tree_digest(weights),
+        "digest": manifest.tree_digest(weights),
     }
     assert remote.ok("deploy", "--no-follow").startswith("unchanged: ")
 
@@ -186,7 +186,7 @@ def test_weights_that_lie_on_the_host_are_staged_from_there(remote: Remote) -> N
     model(there)
     remote.file(COUNTING + "weights: /root/models/other\n")
     shown = remote.ok("deploy", "--no-follow")
-    digest = weights_store.tree_digest(there)[:12]
+    digest = manifest.tree_digest(there)[:12]
     assert f"copy /root/models/other (4.2 kB) to {remote.box.shm}/other@{digest}\n" in shown
     assert not (remote.box.state / "weights").exists()
     until(lambda: f"weights {remote.box.shm}/other@{digest} " in remote.log(remote.runs[0]))

@@ -22,6 +22,12 @@ TOY = "weights: toy\ntrainer: {}"
 COMMAND = "command: [a]"
 PUSHED = Weights("/d", "push", "/k/d@1", "d", "1", 6_000_000_000, "", "/k/d@1")
 MODEL = Weights("/m", "copy", "/dev/shm/drafthouse/m@1", "m", "1", 54_000_000_000, "/dev/shm/drafthouse")
+OLD = {
+    "name": "m",
+    "digest": "0123456789ab",
+    "path": "/dev/shm/drafthouse/m@0123456789ab",
+    "bytes": 53_000_000_000,
+}
 OTHER = ["python", "--output-dir", "/var/lib/drafthouse/names/demo/checkpoints"]
 
 
@@ -64,15 +70,19 @@ STOPS: list[tuple[str, str, dict, str]] = [
     ("disk push", TOY, {"found": facts(state={"free_bytes": 5_000_000_000}), "data_copy": PUSHED},
      "/var/lib/drafthouse has 5.0 GB free, but a run needs at least 6.5 GB for what is pushed there, release, log and checkpoints; free some, or choose another place with state: in fabric.yaml"),
     ("shm push", TOY, {"found": facts(shm={"free_bytes": 50_000_000_000}), "weights": dataclasses.replace(MODEL, action="push")},
-     "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
+     "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB: 4.0 GB too little; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
     ("shm toy", TOY, {"found": facts(shm={"free_bytes": 1_000_000})},
-     "/dev/shm/drafthouse has 1.0 MB free, but the weights need 20 MB; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
+     "/dev/shm/drafthouse has 1.0 MB free, but the weights need 20 MB: 19 MB too little; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
     ("shm model", TOY, {"found": facts(shm={"free_bytes": 50_000_000_000}), "weights": MODEL},
-     "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
+     "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB: 4.0 GB too little; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
     ("shm rights", TOY, {"found": facts(shm={"writable": False})},
      "/dev/shm/drafthouse cannot be written by root; choose another place with shm: in fabric.yaml or DRAFTHOUSE_SHM"),
     ("memory", TOY, {"found": facts(memory={"available": 8_000_000_000}), "weights": MODEL},
-     "the weights need 54 GB of memory, but only 8.0 GB is available; stop what uses it, or add memory"),
+     "the weights need 54 GB of memory, but only 8.0 GB is available: 46 GB too little; stop what uses it, or add memory"),
+    ("shm old", TOY, {"found": facts(shm={"free_bytes": 50_000_000_000}, weights=[OLD]), "weights": MODEL},
+     "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB: 4.0 GB too little; the old ones (m@0123456789ab, 53 GB) do not fit in beside them: fab stop, fab weights.evict m, then fab deploy"),
+    ("shm other", TOY, {"found": facts(shm={"free_bytes": 50_000_000_000}, weights=[{**OLD, "name": "n"}]), "weights": MODEL},
+     "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB: 4.0 GB too little; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
     ("weights", TOY, {"weights": None, "weights_problems": ("weights /m do not exist; correct weights: in the run's file",)},
      "weights /m do not exist; correct weights: in the run's file"),
     ("data", TOY, {"data_problems": ("data /d are empty; x",)}, "data /d are empty; x"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from deploy import leftovers, prune
+from deploy import files, leftovers, prune
 from deploy.host import Local
 from trainer import status
 
@@ -285,7 +285,7 @@ def test_what_came_into_use_meanwhile_is_kept_and_named(state: Path) -> None:
         assert remove(state, *paths) == (
             [],
             ["is in progress", "is in progress", "is current or previous", "is current or previous",
-             "has the newest checkpoint", "is what starts runs after a reboot", "is mapped by a process"],
+             "has the newest checkpoint", "is what starts runs after a reboot", "is used by a process"],
         )  # fmt: skip
     os.close(file)
     child.communicate(b"\n", timeout=30)
@@ -298,6 +298,13 @@ def test_what_the_newest_run_was_made_for_is_kept_though_it_has_not_begun(state:
     assert remove(state, *paths) == ([], ["is what 0003-demo starts from"] * 2)
     newest(state, "bbbb")
     assert remove(state, *paths) == (paths, [])
+
+
+def test_what_a_push_is_filling_is_kept(state: Path) -> None:
+    with open(state.parent / "shm" / ".m.lock", "w") as lock:
+        assert files.take(lock.fileno())
+        assert remove(state, "shm/.m.incoming.1") == ([], ["is being filled by a push or a deploy"])
+    assert remove(state, "shm/.m.incoming.1") == (["shm/.m.incoming.1"], [])
 
 
 @pytest.mark.parametrize("lock", ["deploy.lock", "switch.lock"])

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from deploy import weights, weights_store
+from deploy import hashing, machine, manifest, procfs, weights, weights_store
 from deploy.errors import DeployError
 from deploy.host import Local
 from deploy.weights import Weights
-from deploy.weights_store import check_model_dir
+from deploy.weights_check import check_model_dir
 
 
 def tensor_file(path: Path, payload: bytes = b"\x01" * 16, *, claimed: int | None = None) -> None:
@@ -166,7 +166,7 @@ def test_weights_that_are_there_are_neither_copied_nor_read_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage(plan(model, tmp_path / "shm"))
-    monkeypatch.setattr(weights_store, "tree_digest", lambda *_: pytest.fail("the weights were read again"))
+    monkeypatch.setattr(manifest, "read", lambda *_, **__: pytest.fail("the weights were read again"))
     monkeypatch.setattr(weights_store, "_copy", lambda *_: pytest.fail("the weights were copied again"))
     planned = plan(model, tmp_path / "shm")
     assert planned.action == "present"
@@ -177,7 +177,7 @@ def test_who_does_not_want_to_wait_is_only_told_that_weights_changed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage(plan(model, tmp_path / "shm"))
-    monkeypatch.setattr(weights_store, "tree_digest", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr(manifest, "read", lambda *_, **__: pytest.fail("the weights were read"))
     assert plan(model, tmp_path / "shm", read=False).action == "present"
     tensor_file(model / "model.safetensors", b"\x04" * 16)
     assert plan(model, tmp_path / "shm", read=False).action == "changed"
@@ -339,10 +339,33 @@ def test_without_room_nothing_is_copied(model: Path, tmp_path: Path, monkeypatch
     with pytest.raises(DeployError) as caught:
         stage(planned)
     assert str(caught.value) == (
-        f"{shm} has 3 B free, but the weights need {planned.bytes} B; remove weights that no run uses, or choose "  # noqa: E501
-        "another place with shm: in fabric.yaml"
+        f"{shm} has 3 B free, but weights {model} need {planned.bytes} B: {planned.bytes - 3} B too little; "
+        "remove what no run uses (fab weights.list, fab prune), or choose another place with shm: in "
+        "fabric.yaml"
     )
     assert entries(shm) == []
+
+
+def test_the_memory_of_host_and_container_counts_on_a_tmpfs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_store, "on_tmpfs", lambda path: True)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    monkeypatch.setattr(procfs, "groups", lambda pid: [str(tmp_path)])
+    ask = (tmp_path, 700_000, "weights /m", "shm: in fabric.yaml")
+    said = weights_store.room_problem(*ask)
+    assert said
+    assert said.startswith(
+        f"the container here has 600 kB of memory free, but weights /m need 700 kB of it in {tmp_path}: "
+        "100 kB too little; remove"
+    )
+    (tmp_path / "memory.max").write_text("max\n")
+    assert weights_store.room_problem(*ask) is None
+    monkeypatch.setattr(machine, "memory", lambda: {"total": 1, "available": 1000})
+    said = weights_store.room_problem(*ask)
+    assert said
+    assert said.startswith("this host has 1.0 kB of memory free, but weights /m need 700 kB of it")
 
 
 def test_weights_that_change_while_they_are_copied_are_refused(model: Path, tmp_path: Path) -> None:
@@ -380,7 +403,7 @@ def test_weights_in_shared_memory_are_used_where_they_lie(
         ),
         (
             Weights("/m", "push", "/s/m@1", bytes=1234, kept="/k/m@1"),
-            "push /m (1.2 kB) of this machine to /k/m@1, then copy them to /s/m@1",
+            "push /m (1.2 kB) of this machine to /s/m@1, and keep a copy in /k/m@1",
         ),
         (
             Weights("/d", "push", "/k/d@1", bytes=1234, kept="/k/d@1"),
@@ -395,11 +418,11 @@ def test_the_plan_says_what_happens_to_the_weights(planned: Weights, text: str) 
 # -- pushing -----------------------------------------------------------------------------------------------
 
 
-def to_push(model: Path, state: Path, shm: Path, **more: Any) -> Weights:
-    place = str(state / "weights")
-    known = weights_store.known
+def to_push(model: Path, state: Path, shm: Path, keep: bool = True, **more: Any) -> Weights:
+    place, known = str(state / "weights"), weights_store.known
+    there, staged = known(place, model.name), known(str(shm), model.name)
     return weights.pushed(
-        model, place, str(shm), known(place, model.name), known(str(shm), model.name), **more
+        model, place if keep else "", str(shm), there, staged, hashes=hashing.names(), **more
     )
 
 
@@ -416,7 +439,8 @@ def test_pushed_weights_lie_on_disk_and_in_shared_memory_and_are_not_sent_again(
     for place in (state / "weights" / version, shm / version, shm / "small"):
         assert check_model_dir(place) == []
         assert (place / "sub" / "empty.txt").read_bytes() == b""
-    monkeypatch.setattr(weights_store, "tree_digest", lambda *_: pytest.fail("the weights were read again"))
+        assert manifest.verify(place) == []
+    monkeypatch.setattr(manifest, "read", lambda *_, **__: pytest.fail("the weights were read again"))
     assert to_push(model, state, shm).action == "present"
     shutil.rmtree(shm)  # a reboot
     again = to_push(model, state, shm)
@@ -428,6 +452,24 @@ def test_pushed_weights_lie_on_disk_and_in_shared_memory_and_are_not_sent_again(
     }
     weights.bring(Local(), again, lambda text: None)
     assert check_model_dir(shm / "small") == []
+    shutil.rmtree(state / "weights" / version)
+    lost = to_push(model, state, shm)
+    assert lost.action == "keep"
+    weights.bring(Local(), lost, lambda text: None)
+    assert check_model_dir(state / "weights" / version) == []
+
+
+def test_without_a_copy_on_disk_pushed_weights_are_known_by_those_in_shared_memory(
+    model: Path, tmp_path: Path
+) -> None:
+    state, shm = tmp_path / "state", tmp_path / "shm"
+    planned = to_push(model, state, shm, keep=False)
+    assert (planned.action, planned.kept) == ("push", "")
+    weights.bring(Local(), planned, lambda text: None)
+    assert not state.exists()
+    again = to_push(model, state, shm, keep=False, read=False)
+    assert (again.action, again.path) == ("present", planned.path)
+    weights.bring(Local(), again, lambda text: None)
 
 
 def test_data_are_pushed_to_disk_only(model: Path, tmp_path: Path) -> None:
@@ -436,6 +478,7 @@ def test_data_are_pushed_to_disk_only(model: Path, tmp_path: Path) -> None:
     weights.bring(Local(), planned, lambda text: None)
     assert planned.path == planned.kept
     assert check_model_dir(Path(planned.kept)) == []
+    assert entries(tmp_path / "state" / "data") == [f"small@{planned.digest[:12]}"]
     there = weights_store.known(place, "small")
     assert weights.pushed(model, place, "", there, []).action == "present"
 
@@ -443,33 +486,102 @@ def test_data_are_pushed_to_disk_only(model: Path, tmp_path: Path) -> None:
 def test_who_does_not_want_to_wait_is_told_that_what_would_be_pushed_is_new(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_store, "tree_digest", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr(manifest, "read", lambda *_, **__: pytest.fail("the weights were read"))
     assert to_push(model, tmp_path / "state", tmp_path / "shm", read=False).action == "changed"
 
 
-def test_a_push_that_breaks_off_leaves_nothing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned = to_push(model, tmp_path / "state", tmp_path / "shm")
-    real = weights_store.stamp_of(model)
-    (model / "model.safetensors").write_bytes(b"short")
-    monkeypatch.setattr(weights_store, "stamp_of", lambda source: real)
-    with pytest.raises(DeployError, match=r"model\.safetensors became shorter while it was sent$"):
-        weights.push(Local(), planned, lambda text: None)
-    assert entries(tmp_path / "state" / "weights") == []
-
-
-def test_what_arrives_otherwise_than_its_digest_says_does_not_stay(model: Path, tmp_path: Path) -> None:
+def test_weights_that_change_between_the_plan_and_the_push_are_not_sent(model: Path, tmp_path: Path) -> None:
     planned = to_push(model, tmp_path / "state", tmp_path / "shm")
     tensor_file(model / "model.safetensors", b"\x03" * 16)
-    with pytest.raises(DeployError, match="changed while they were copied; deploy again when they are whole"):
-        weights.push(Local(), planned, lambda text: None)
-    assert entries(tmp_path / "state" / "weights") == []
+    with pytest.raises(DeployError, match=r"changed since it was read; fab deploy reads it again$"):
+        weights.bring(Local(), planned, lambda text: None)
+    assert entries(tmp_path / "shm") == []
 
 
-def test_a_push_that_was_killed_is_cleared_by_the_next(model: Path, tmp_path: Path) -> None:
-    place = tmp_path / "state" / "weights"
-    (place / ".small.incoming.abc").mkdir(parents=True)
+# -- what is sent ------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_hugging_faces_cache_has_the_models_name(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--Qwen--Qwen3-8B" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    assert manifest.name_of(snapshot) == "Qwen3-8B"
+    assert manifest.name_of(tmp_path) == tmp_path.name
+
+
+def test_links_to_one_blob_are_one_file_and_change_no_digest(model: Path, tmp_path: Path) -> None:
+    whole = manifest.read(model)
+    linked = tmp_path / "linked" / "small"
+    linked.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (linked / name).symlink_to(model / name)
+    (linked / "z.safetensors").symlink_to(model / "model.safetensors")
+    found = manifest.read(linked)
+    assert found["same"] == {"z.safetensors": "model.safetensors"}
+    assert [one.relative for one in manifest.chunks(found)] == ["config.json", "model.safetensors"]
+    shutil.copy(model / "model.safetensors", model / "z.safetensors")
+    assert manifest.read(model)["digest"] == found["digest"] != whole["digest"]
+
+
+def test_a_link_that_leads_back_is_one_sentence(model: Path) -> None:
+    (model / "sub").mkdir()
+    (model / "sub" / "up").symlink_to("..")
+    with pytest.raises(DeployError) as caught:
+        manifest.read(model)
+    assert str(caught.value) == f"{model}/sub/up leads back to a directory that it lies in; remove that link"
+    (model / "sub" / "up").unlink()
+    (model / "loop").symlink_to("loop")
+    assert check_model_dir(model) == [f"{model}/loop cannot be read: Too many levels of symbolic links"]
+
+
+def test_what_is_no_file_is_not_waited_for(model: Path) -> None:
+    os.mkfifo(model / "pipe")
+    with pytest.raises(
+        DeployError, match=r"/pipe is no file, but a device, pipe or socket; move it elsewhere$"
+    ):
+        manifest.read(model)
+
+
+@pytest.mark.parametrize("name", hashing.names())
+def test_a_damaged_byte_is_found_with_its_file_and_place(name: str, model: Path, tmp_path: Path) -> None:
+    (model / "long.bin").write_bytes(bytes(5000))
+    wanted = manifest.read(model, name, chunk=1024)
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    (copy / manifest.FILE).write_text(json.dumps(wanted))
+    assert manifest.verify(copy) == []
+    with open(copy / "long.bin", "r+b") as file:
+        file.seek(2100)
+        file.write(b"x")
+    assert manifest.verify(copy) == [f"{copy}/long.bin is damaged in bytes 2,048 to 3,072"]
+    (copy / "long.bin").write_bytes(b"")
+    (copy / "config.json").unlink()
+    assert manifest.verify(copy) == [
+        f"{copy}/config.json is not there",
+        f"{copy}/long.bin is 0 bytes long, but must be 5,000",
+    ]
+
+
+def test_xxh3_is_the_one_that_others_compute() -> None:
+    """The values are those of the xxhash package."""
+    for data, value in (
+        (b"", "99aa06d3014798d86001c324468d497f"),
+        (b"x" * 1000 + b"y" * 77, "ed553088c2749f68553992678dba2e12"),
+    ):
+        found = hashing.function(hashing.XXH3)()
+        found.update(memoryview(bytearray(data))[:1000])
+        found.update(memoryview(bytearray(data))[1000:])
+        assert found.digest().hex() == value
+    assert hashing.common(["blake3", hashing.SHA, hashing.XXH3]) == hashing.XXH3
+    assert hashing.common([hashing.SHA]) == hashing.SHA
+
+
+def test_a_damaged_copy_on_disk_is_not_staged(model: Path, tmp_path: Path) -> None:
     planned = to_push(model, tmp_path / "state", tmp_path / "shm")
-    weights.push(Local(), planned, lambda text: None)
-    assert entries(place) == [f"small@{planned.digest[:12]}"]
+    weights.bring(Local(), planned, lambda text: None)
+    shutil.rmtree(tmp_path / "shm")
+    file = Path(planned.kept, "model.safetensors")
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(DeployError, match=r"model\.safetensors is damaged near byte 0; push it again$"):
+        weights_store.stage(planned.kept, str(planned.path), planned.digest)
+    assert entries(tmp_path / "shm") == []

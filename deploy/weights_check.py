@@ -1,0 +1,109 @@
+"""Whether a directory is a model that can be loaded: by names and headers only, before anything is sent.
+
+Runs on both sides. Standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from deploy import typedpath
+from deploy.errors import DeployError
+from deploy.manifest import walk
+from deploy.sizes import size
+
+_LARGEST_HEADER = 100 << 20  # what safetensors itself accepts
+
+
+def check_model_dir(path: Path) -> list[str]:
+    """What is wrong with a model directory, a sentence each; empty if it can be loaded.
+
+    Reads headers only: every safetensors file must be exactly as long as its header says, and every file that
+    the index names must be there. A copy that broke off, a Git LFS pointer and a half download all show here.
+    """
+    try:
+        kind = typedpath.look(path, f"weights {path}")
+    except DeployError as error:
+        return [str(error)]
+    if not kind:
+        return [f"weights {path} do not exist; correct weights: in the run's file"]
+    if kind != typedpath.DIRECTORY:
+        return [f"weights {path} are no directory; give the directory that holds config.json"]
+    found = []
+    config = _json(path / "config.json")
+    if isinstance(config, str):
+        found.append(f"weights {path}: {config}; copy the model again")
+    tensors = sorted(path.glob("*.safetensors"))
+    if not tensors:
+        other = next(iter(sorted(path.glob("*.bin"))), None)
+        what = f" ({other.name} is there: convert it)" if other else ""
+        found.append(f"weights {path} hold no *.safetensors file{what}; copy the model again")
+    if (path / "model.safetensors.index.json").exists():
+        index = _json(path / "model.safetensors.index.json")
+        named = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(named, dict):
+            found.append(
+                f"weights {path}: model.safetensors.index.json has no weight_map; copy the model again"
+            )
+        else:
+            missing = sorted({str(name) for name in named.values()} - {file.name for file in tensors})
+            if missing:
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                found.append(
+                    f"weights {path} lack {missing[0]}{more}, which the index names; copy the model again"
+                )
+    for file in tensors:
+        problem = safetensors_problem(file)
+        if problem:
+            found.append(f"weights {path}: {file.name} {problem}; copy it again")
+    try:
+        for relative, file in walk(path):
+            if file not in (path / "config.json", *tensors) and not file.exists():
+                found.append(
+                    f"weights {path}: the link {relative} leads nowhere; remove it, or copy the model again"
+                )
+    except DeployError as error:
+        found.append(str(error))
+    return found
+
+
+def safetensors_problem(path: Path) -> str | None:
+    """Why a safetensors file cannot be whole; None if its header agrees with its size.
+
+    The format: 8 bytes, little-endian, give the length of a JSON header, whose `data_offsets` count from the
+    end of the header (github.com/huggingface/safetensors, README).
+    """
+    try:
+        actual = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(8)
+            if start == b"version ":
+                return "is a Git LFS pointer, not the file itself"
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > _LARGEST_HEADER or 8 + length > actual:
+                return f"is damaged: {size(actual)} cannot hold its header"
+            header = json.loads(file.read(length))
+        ends = [item["data_offsets"][1] for key, item in header.items() if key != "__metadata__"]
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return "is damaged: its header is no valid JSON"
+    expected = 8 + length + max(ends, default=0)
+    if actual != expected:
+        return f"is {actual:,} bytes long, but its header says {expected:,}"
+    return None
+
+
+def _json(path: Path) -> dict[str, Any] | str:
+    """The object in a file, or what is wrong with it."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    except ValueError:
+        return f"{path.name} is no valid JSON"
+    return value if isinstance(value, dict) else f"{path.name} holds no JSON object"

@@ -1,0 +1,234 @@
+"""What `fab weights.*` and `fab data.*` do, and how it is said.
+
+`deploy.weights` decides and moves, `deploy.weights_uses` looks, ON the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy import lookup, onhost, sender, typedpath, weights, weights_check
+from deploy.errors import USAGE, DeployError, nearest
+from deploy.manifest import Progress, name_of
+from deploy.meter import Meter
+from deploy.sizes import age, size
+from deploy.target import Target
+
+LOOK_TIMEOUT = 60.0  # seconds
+Copy = Mapping[str, Any]  # an item of `weights_uses.listing`
+
+
+# -- bringing ----------------------------------------------------------------------------------------------
+
+
+def push(
+    goal: Target,
+    directory: str,
+    kind: str,
+    *,
+    streams: int | None = None,
+    evict_first: bool = False,
+    progress: Progress,
+    meter: Meter | None = None,
+) -> dict[str, Any]:
+    """Send a directory of this machine: weights into shared memory and to disk, data to disk.
+
+    Returns path, digest, bytes, sent (bytes over the link), seconds and done. Raises DeployError.
+    """
+    if streams is not None and not 1 <= streams <= sender.MOST:
+        raise DeployError(f"--streams {streams} must be from 1 to {sender.MOST}", code=USAGE)
+    if goal.host.is_local:
+        return stage(goal, directory, kind, evict_first=evict_first, progress=progress)
+    source = Path(typedpath.expand(directory)).absolute()
+    problems = weights_check.check_model_dir(source) if kind == "weights" else lookup.data_problems(source)
+    _refuse(problems, kind)
+    state, shm = _places(goal)
+    place = f"{state}/{kind}" if kind == "data" or goal.settings.keep_on_disk else ""
+    root = shm if kind == "weights" else ""
+    there, staged, hashes = _known(goal, name_of(source), place, root)
+    found = weights.pushed(source, place, root, there, staged, progress, hashes=hashes)
+    words = f"fab {kind}.push {shlex.quote(directory)} --host {goal.settings.name}"
+    sent = None
+    if found.action == "push":
+        if evict_first:
+            make_room(goal, found.name, str(found.path), progress)
+        sent = weights.push(goal.host, found, progress, streams=streams, meter=meter, again=words)
+        found = dataclasses.replace(found, action="keep" if root and place else "present")
+    weights.bring(goal.host, found, progress, words)
+    return {
+        "path": str(found.path),
+        "digest": found.digest,
+        "bytes": found.bytes,
+        "sent": sent.bytes if sent else 0,
+        "seconds": sent.seconds if sent else 0.0,
+        "streams": sent.streams if sent else 0,
+        "done": "pushed" if sent else "from its copy on disk" if found.action == "copy" else "there already",
+    }
+
+
+def stage(
+    goal: Target, directory: str, kind: str, *, evict_first: bool = False, progress: Progress
+) -> dict[str, Any]:
+    """Copy a directory that lies on the host: weights into shared memory, data into the state."""
+    state, shm = _places(goal)
+    asked: dict[str, Any] = {"timeout": weights.SILENCE, "progress": progress}
+    source = str(Path(typedpath.expand(directory)).absolute()) if goal.host.is_local else directory
+    if kind == "data":
+        done = onhost.ask(goal.host, "deploy.weights_store:stage_data", source, f"{state}/data", **asked)
+        return {**done, "sent": 0}
+    found = onhost.ask(goal.host, "deploy.weights_store:look", source, shm, **asked)
+    _refuse(found.get("problems", ()), kind)
+    made = weights.Weights(**found)
+    if evict_first and made.action == "copy":
+        make_room(goal, made.name, str(made.path), progress)
+    weights.bring(goal.host, made, progress)
+    words = {"copy": "copied", "in-place": "in shared memory by itself"}
+    return {
+        "path": str(made.path),
+        "digest": made.digest,
+        "bytes": made.bytes,
+        "sent": 0,
+        "done": words.get(made.action, "there already"),
+    }
+
+
+def make_room(goal: Target, name: str, path: str, progress: Progress) -> None:
+    """Evict the other versions of a name from shared memory. Raises DeployError while one is in use."""
+    for one in listing(goal):
+        version = str(Path(path).name).rpartition("@")[2]  # what is there of it in part is gone on with
+        if one["where"] == "memory" and one["name"] == name and not one["digest"].startswith(version):
+            freed = _evict(goal, one, progress)
+            progress(f"{one['path']} evicted: {size(freed)} of memory freed")
+
+
+def told(done: Mapping[str, Any], host: str) -> str:
+    """What `push` and `stage` did, in a line."""
+    what = f"{done['path']} on {host} ({size(done['bytes'])}): {done['done']}"
+    if done.get("seconds"):
+        rate = size(done["sent"] / max(done["seconds"], 1e-3))
+        what += (
+            f", {size(done['sent'])} sent in {done['seconds']:.1f} s ({rate}/s), every byte read back there"
+        )
+    return what
+
+
+# -- looking -----------------------------------------------------------------------------------------------
+
+
+def listing(goal: Target) -> list[Copy]:
+    """The copies on the host; see `weights_uses.listing`."""
+    found: list[Copy] = onhost.ask(
+        goal.host, "deploy.weights_uses:listing", *_places(goal), timeout=LOOK_TIMEOUT
+    )
+    return found
+
+
+def table(copies: Sequence[Copy], host: str) -> str:
+    """The copies for people: where, name and version, size, memory, age, who uses them."""
+    if not copies:
+        return f"no weights and no data of Drafthouse's lie on {host}"
+    rows = [("WHERE", "COPY", "SIZE", "MEMORY", "AGE", "USED BY")]
+    for one in copies:
+        name = f"{'data ' if one['kind'] == 'data' else ''}{one['name']}@{one['digest'][:12]}"
+        state = "in part" if one["partial"] else "damaged"
+        marks = (" ←" if one["linked"] else "") + ("" if one["whole"] else f" ({state})")
+        memory = size(one["memory"]) if one["where"] == "memory" else "-"
+        rows.append(
+            (
+                one["where"],
+                _clean(name) + marks,
+                size(one["bytes"]),
+                memory,
+                age(one["age"]),
+                _by(one),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    taken = sum(one["memory"] for one in copies)
+    return "\n".join([*lines, f"{size(taken)} of {host}'s memory in all; ← is what the plain name points to"])
+
+
+def _by(one: Copy) -> str:
+    newest = list(one["runs"])[-3:]
+    more = [f"{len(one['runs']) - len(newest)} more"] if len(one["runs"]) > len(newest) else []
+    held = [f"{len(one['processes'])} processes"] if one["processes"] else []
+    return ", ".join([*newest, *more, *held]) or "nobody"
+
+
+def verify(goal: Target, which: str | None, progress: Progress) -> list[tuple[str, list[str]]]:
+    """Read copies on the host again, by default all in shared memory: (path, what is wrong) of each."""
+    there = [one for one in listing(goal) if not one["partial"]]
+    memory = [one for one in there if one["where"] == "memory"]
+    paths = [one["path"] for one in (memory if which is None else chosen(there, which, goal.settings.name))]
+    if not paths:
+        return []
+    found = onhost.ask(
+        goal.host, "deploy.weights_uses:verify", paths, timeout=weights.SILENCE, progress=progress
+    )
+    return list(found.items())
+
+
+def evict(goal: Target, which: str, progress: Progress) -> list[tuple[str, int]]:
+    """Remove copies from shared memory: (path, bytes) of each. Raises DeployError for one that is in use."""
+    copies = [one for one in listing(goal) if one["where"] == "memory"]
+    found = chosen(copies, which, goal.settings.name)
+    return [(one["path"], _evict(goal, one, progress)) for one in found]
+
+
+def chosen(copies: Sequence[Copy], which: str, host: str) -> list[Copy]:
+    """The copies that a word means: a path, a name (all its versions), or ``name@`` and some of the digest.
+
+    Raises DeployError if it means none.
+    """
+    name, at, digest = which.rpartition("@")
+    found = [
+        one
+        for one in copies
+        if which in (one["path"], one["name"])
+        or (at and one["name"] == name and digest and one["digest"].startswith(digest))
+    ]
+    if not found:
+        close = nearest(which, [one["name"] for one in copies])
+        raise DeployError(
+            f"{_clean(which)} is not among the copies on {host}{close}; fab weights.list shows them"
+        )
+    return found
+
+
+def _evict(goal: Target, one: Copy, progress: Progress) -> int:
+    place = str(Path(one["path"]).parent)
+    asked: dict[str, Any] = {"timeout": weights.SILENCE, "progress": progress}
+    return int(onhost.ask(goal.host, "deploy.weights_uses:evict", place, one["path"], **asked))
+
+
+def _places(goal: Target) -> tuple[str, str]:
+    """(state, shared memory) of the host."""
+    facts = goal.facts()
+    return facts["state"]["root"], facts["shm"]["root"]
+
+
+def _known(goal: Target, name: str, place: str, root: str) -> tuple[Any, Any, Any]:
+    places = [one for one in (place, root) if one]
+    wanted = {"copies": {"name": name, "places": places}, "hashes": {}}
+    answers = onhost.ask(goal.host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)
+    found = dict(zip(places, answers["copies"], strict=True))
+    return found.get(place, []), found.get(root, []), answers["hashes"]
+
+
+def _refuse(problems: Sequence[str], kind: str) -> None:
+    """(Their remedies speak of the run's file; here the directory was typed.)"""
+    remedy = f"correct {kind}: in the run's file"
+    if problems:
+        raise DeployError("\n".join(problem.replace(remedy, "name another") for problem in problems))
+
+
+def _clean(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)

@@ -1,0 +1,374 @@
+"""Directories sent to a host by several real ssh processes: whole, once, resumed, and never half there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testbed.gpubox import ALIAS, SLOW, GpuBox
+
+from deploy import manifest, onhost, sender, weights_store
+from deploy.errors import DeployError
+from deploy.host import HostError, Local
+from deploy.ssh import Ssh
+
+pytestmark = [pytest.mark.root, pytest.mark.sshd, pytest.mark.slow]
+
+CHUNK = 64 << 10
+
+
+@pytest.fixture(autouse=True)
+def _client(gpubox: GpuBox, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for key, value in gpubox.environment.items():
+        monkeypatch.setenv(key, value)
+    yield
+    shutil.rmtree(gpubox.shm, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def box(gpubox: GpuBox) -> Iterator[Ssh]:
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in gpubox.environment.items():
+            patch.setenv(key, value)
+        host = Ssh(ALIAS, interactive=False)
+        yield host
+        host.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Files of many and of no chunks; a name with a blank and a quote; two links to one blob."""
+    root = tmp_path / "it's a model"
+    (root / "sub dir").mkdir(parents=True)
+    bytes_of = random.Random(5).randbytes
+    (root / "a.bin").write_bytes(bytes_of(20 * CHUNK + 17))
+    (root / "b.bin").write_bytes(bytes_of(3 * CHUNK))
+    (root / "sub dir" / "c\n.txt").write_bytes(b"x")
+    (root / "empty").touch()
+    blob = tmp_path / "blobs" / "abc"
+    blob.parent.mkdir()
+    blob.write_bytes(bytes_of(2 * CHUNK))
+    for name in ("one.safetensors", "two.safetensors"):
+        (root / name).symlink_to(blob)
+    return root
+
+
+def target_of(gpubox: GpuBox, wanted: dict[str, Any]) -> Path:
+    return gpubox.shm / f"it's a model@{wanted['digest'][:12]}"
+
+
+def read(source: Path) -> dict[str, Any]:
+    return manifest.read(source, chunk=CHUNK)
+
+
+def push(host: Any, source: Path, wanted: dict[str, Any], target: Path, **more: Any) -> sender.Sent:
+    options = {"durable": False, "link": True, "streams": 3, "pauses": (0.0, 0.0), **more}
+    return sender.send(host, source, wanted, str(target), **options)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {relative: path.read_bytes() for relative, path in manifest.walk(root)}
+
+
+def test_a_directory_arrives_whole_over_several_connections_and_is_not_sent_again(
+    box: Ssh, gpubox: GpuBox, source: Path
+) -> None:
+    wanted = read(source)
+    target = target_of(gpubox, wanted)
+    sent = push(box, source, wanted, target)
+    assert contents(target) == contents(source)
+    assert contents(gpubox.shm / "it's a model") == contents(source)
+    assert (target / "one.safetensors").stat().st_ino == (target / "two.safetensors").stat().st_ino
+    assert (sent.bytes, sent.there) == (25 * CHUNK + 18, 0)
+    assert sorted(os.listdir(gpubox.shm)) == [".it's a model.lock", "it's a model", target.name]
+    assert manifest.verify(target) == []
+    again = push(box, source, wanted, target)
+    assert (again.bytes, again.there) == (0, sent.bytes)
+
+
+def test_each_connection_takes_its_part(
+    box: Ssh, gpubox: GpuBox, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sshd lets three knock at a time, and here the fourth and fifth get in all the same."""
+    wanted = read(source)
+    together, pour, parts = threading.Barrier(5), sender._pour, set()
+
+    def poured(*arguments: Any) -> None:
+        if threading.get_ident() not in parts:
+            parts.add(threading.get_ident())
+            together.wait(60)
+        pour(*arguments)
+
+    monkeypatch.setattr(sender, "_pour", poured)
+    sent = push(box, source, wanted, target_of(gpubox, wanted), streams=5)
+    assert (sent.streams, len(parts)) == (5, 5)
+    assert contents(target_of(gpubox, wanted)) == contents(source)
+
+
+def break_off(monkeypatch: pytest.MonkeyPatch, after: int, act: Any) -> None:
+    """Do something once, before chunk number `after` is sent."""
+    count, pour, lock = [0], sender._pour, threading.Lock()
+
+    def poured(*arguments: Any) -> None:
+        with lock:
+            count[0] += 1
+            number = count[0]
+        if number == after:
+            act()
+        pour(*arguments)
+
+    monkeypatch.setattr(sender, "_pour", poured)
+
+
+def test_a_lost_link_is_gone_on_with_and_sends_only_what_is_missing(
+    gpubox: GpuBox, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, said = Ssh(SLOW, interactive=False), []
+    wanted = read(source)
+    target = target_of(gpubox, wanted)
+    assert gpubox.link
+    break_off(monkeypatch, 12, gpubox.link.reset)
+    try:
+        sent = push(host, source, wanted, target, streams=2, progress=said.append)
+    finally:
+        host.close()
+    assert contents(target) == contents(source)
+    assert sent.bytes <= 25 * CHUNK + 18
+    assert sum("trying again in 0 s" in words for words in said) == 1
+
+
+def test_a_link_that_does_not_come_back_is_one_sentence_and_the_next_push_goes_on(
+    box: Ssh, gpubox: GpuBox, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = read(source)
+    target = target_of(gpubox, wanted)
+    with monkeypatch.context() as patch:
+        pour, written, done, arrived = sender._pour, sender._Sending.written, [], threading.Event()
+
+        def poured(*arguments: Any) -> None:
+            if len(done) == 10:
+                assert arrived.wait(60)
+                raise BrokenPipeError
+            done.append(1)
+            pour(*arguments)
+
+        def heard(self: Any, stream: Any, number: int) -> None:
+            written(self, stream, number)
+            if number == 9:
+                arrived.set()
+
+        patch.setattr(sender, "_pour", poured)
+        patch.setattr(sender._Sending, "written", heard)
+        with pytest.raises(DeployError) as caught:
+            push(box, source, wanted, target, streams=1, again="fab weights.push X")
+    words = str(caught.value)
+    assert words.startswith("gpu-box: the connection was lost")
+    assert words.endswith(f" of {source} have arrived; fab weights.push X goes on from there")
+    assert not target.exists()
+    sent = push(box, source, wanted, target, streams=1)
+    assert (sent.there, sent.bytes) == (10 * CHUNK, 15 * CHUNK + 18)
+    assert manifest.verify(target) == []
+
+
+def test_a_host_that_is_away_for_a_moment_after_a_lost_link_is_tried_again(
+    gpubox: GpuBox, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, said, opened = read(source), [], []
+    start, pour = onhost.open, sender._pour
+
+    def opening(host: Any, function: str, *arguments: Any, **more: Any) -> Any:
+        opened.append(function.rpartition(":")[2])
+        if len(opened) == 3:
+            raise HostError("gpu-box: no route to it")
+        return start(host, function, *arguments, **more)
+
+    def poured(*arguments: Any) -> None:
+        if len(opened) == 2:
+            raise BrokenPipeError
+        pour(*arguments)
+
+    monkeypatch.setattr(onhost, "open", opening)
+    monkeypatch.setattr(sender, "_pour", poured)
+    push(Local(), source, wanted, target_of(gpubox, wanted), streams=1, progress=said.append)
+    assert opened == ["control", "stream", "control", "control", "stream"]
+    assert [words.endswith("; trying again in 0 s") for words in said] == [True, True]
+    assert contents(target_of(gpubox, wanted)) == contents(source)
+
+
+def test_a_file_that_changes_while_it_is_sent_is_found_and_nothing_appears(
+    gpubox: GpuBox, source: Path
+) -> None:
+    wanted = read(source)
+    target = target_of(gpubox, wanted)
+    with open(source / "a.bin", "r+b") as file:
+        file.seek(5 * CHUNK)
+        file.write(b"changed")
+    with pytest.raises(DeployError) as caught:
+        push(Local(), source, wanted, target)
+    assert str(caught.value) == f"{source}/a.bin changed while it was sent; push it again when it is whole"
+    assert not target.exists()
+    (source / "a.bin").write_bytes(b"short")
+    with pytest.raises(DeployError, match=r"a\.bin became shorter while it was"):
+        push(Local(), source, wanted, target)
+    (source / "a.bin").unlink()
+    with pytest.raises(DeployError, match=r"a\.bin cannot be read: No such file or directory$"):
+        push(Local(), source, wanted, target)
+
+
+def test_a_connection_that_hangs_keeps_no_push_from_its_end(
+    gpubox: GpuBox, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, hanging, send = read(source), [], sender._Sending._send
+
+    def with_one_more(self: Any, words: tuple[Any, ...], count: int) -> None:
+        hanging.append(onhost.open(Local(), "deploy.receiver:stream", *words))
+        send(self, words, count)
+
+    monkeypatch.setattr(sender._Sending, "_send", with_one_more)
+    push(Local(), source, wanted, target_of(gpubox, wanted))
+    assert hanging[0].wait(60) == 1
+    assert contents(target_of(gpubox, wanted)) == contents(source)
+    onhost.close(hanging[0])
+
+
+def test_a_receiver_that_is_killed_is_started_again(
+    gpubox: GpuBox, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, killed, said, send = read(source), [], [], sender._Sending._send
+
+    def after_a_kill(self: Any, words: tuple[Any, ...], count: int) -> None:
+        if not killed:
+            killed.append(words[2])
+            os.kill(words[2], signal.SIGKILL)
+        send(self, words, count)
+
+    monkeypatch.setattr(sender._Sending, "_send", after_a_kill)
+    push(Local(), source, wanted, target_of(gpubox, wanted), streams=1, progress=said.append)
+    assert ["trying again" in words for words in said] == [True]
+    assert contents(target_of(gpubox, wanted)) == contents(source)
+
+
+def test_a_host_without_python_is_one_sentence(gpubox: GpuBox, source: Path) -> None:
+    wanted, host = read(source), Ssh(ALIAS, python="python9", interactive=False)
+    try:
+        with pytest.raises(DeployError, match=r"^gpu-box: there is no python9 there, .* installs it$"):
+            push(host, source, wanted, target_of(gpubox, wanted))
+    finally:
+        host.close()
+
+
+def test_what_another_try_left_damaged_is_sent_again(gpubox: GpuBox, source: Path) -> None:
+    wanted = read(source)
+    target = target_of(gpubox, wanted)
+    left = weights_store.incoming_of(target)
+    gpubox.shm.mkdir()
+    weights_store.prepare(left, wanted, "x", "y", lambda text: None)
+    shutil.copytree(source, left, dirs_exist_ok=True)
+    with open(left / "a.bin", "r+b") as file:
+        file.seek(7 * CHUNK + 3)
+        file.write(b"?")
+    (left / "b.bin").write_bytes(b"short")
+    (left / manifest.FILE).write_text(json.dumps(wanted))
+    sent = push(Local(), source, wanted, target)
+    assert sent.bytes == 4 * CHUNK
+    assert contents(target) == contents(source)
+
+
+def test_without_room_nothing_is_sent_and_what_was_there_stays(
+    gpubox: GpuBox, source: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "tmpfs", small], check=True)
+    try:
+        (small / "before").write_text("there")
+        wanted = read(source)
+        with pytest.raises(DeployError) as caught:
+            push(Local(), source, wanted, small / f"m@{wanted['digest'][:12]}")
+        words = str(caught.value)
+        assert words.startswith(
+            f"localhost: {small} has 1.0 MB free, but weights {source} need 1.6 MB: 594 kB"
+        )
+        assert "Traceback" not in words
+        assert sorted(os.listdir(small)) == [".m.lock", "before"]
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_a_killed_client_leaves_no_lock_and_the_next_sends_the_rest(
+    gpubox: GpuBox, source: Path, tmp_path: Path
+) -> None:
+    wanted = read(source)
+    target = target_of(gpubox, wanted)
+    (tmp_path / "wanted.json").write_text(json.dumps(wanted))
+    program = (
+        "import json, os, sys, time\n"
+        "from pathlib import Path\n"
+        "from deploy import sender\n"
+        "from deploy.ssh import Ssh\n"
+        "written = sender._Sending.written\n"
+        "def heard(self, stream, number):\n"
+        "    written(self, stream, number)\n"
+        "    if number == 7:\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "sender._Sending.written = heard\n"
+        "wanted = json.loads(Path(sys.argv[2]).read_text())\n"
+        f"host = Ssh({ALIAS!r}, interactive=False)\n"
+        "options = {'durable': False, 'link': True, 'streams': 1}\n"
+        "sender.send(host, Path(sys.argv[1]), wanted, sys.argv[3], **options)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program, source, tmp_path / "wanted.json", target],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL
+    sent = push(Local(), source, wanted, target)
+    assert sent.there >= 8 * CHUNK
+    assert sent.there + sent.bytes == 25 * CHUNK + 18
+    assert manifest.verify(target) == []
+    assert contents(target) == contents(source)
+
+
+def test_two_pushes_of_one_name_at_once_take_turns(gpubox: GpuBox, source: Path) -> None:
+    wanted = read(source)
+    target = target_of(gpubox, wanted)
+    said: list[str] = []
+    waiting = threading.Event()
+
+    def hear(text: str) -> None:
+        said.append(text)
+        if "waiting for it" in text:
+            waiting.set()
+
+    with weights_store.locked(target.parent, "it's a model", "x", lambda text: None):
+        results: list[sender.Sent] = []
+        thread = threading.Thread(
+            target=lambda: results.append(push(Local(), source, wanted, target, progress=hear))
+        )
+        thread.start()
+        assert waiting.wait(60)
+        assert not target.exists()
+    thread.join(60)
+    assert results
+    assert said[0] == f"another deploy copies it's a model into {gpubox.shm}; waiting for it"
+    assert contents(target) == contents(source)
+
+
+def test_a_name_that_leads_out_of_the_place_is_refused(gpubox: GpuBox, source: Path) -> None:
+    wanted = read(source)
+    wanted["stamp"]["../out.bin"] = [1, 1]
+    with pytest.raises(DeployError, match=r"\.\./out\.bin leads out of its directory"):
+        push(Local(), source, wanted, target_of(gpubox, wanted))
+    assert not (gpubox.shm / "out.bin").exists()
