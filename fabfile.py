@@ -59,6 +59,7 @@ def deploy(
     no_install: bool = False,
     build: str | None = None,
     rollback_on_failure: bool = False,
+    evict_first: bool = False,
     accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
@@ -69,10 +70,8 @@ def deploy(
     goal = target.one(host, ROOT, accept_new_host_key)
     looks_only = dry_run or context.config.run.dry
     shown = {"looks_only": looks_only, "json": json, "no_follow": no_follow, "lock_wait": patience}
-    made_from = (goal, run, name, set)
-    return conduct.change(
-        "deploy", *made_from, install=not no_install, build=build, rollback=rollback_on_failure, **shown
-    )
+    ways = {"install": not no_install, "build": build, "evict_first": evict_first}
+    return conduct.change("deploy", goal, run, name, set, rollback=rollback_on_failure, **ways, **shown)
 
 
 @task(iterable=["set"])
@@ -90,6 +89,7 @@ def restart(
     no_install: bool = False,
     build: str | None = None,
     rollback_on_failure: bool = False,
+    evict_first: bool = False,
     accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
@@ -107,10 +107,8 @@ def restart(
     shown = {"looks_only": looks_only, "json": json, "no_follow": no_follow, "lock_wait": patience}
     if same:
         return conduct.again("restart", goal, run, name, install=not no_install, **shown)
-    made_from = (goal, run, name, set)
-    return conduct.change(
-        "restart", *made_from, install=not no_install, build=build, rollback=rollback_on_failure, **shown
-    )
+    ways = {"install": not no_install, "build": build, "evict_first": evict_first}
+    return conduct.change("restart", goal, run, name, set, rollback=rollback_on_failure, **ways, **shown)
 
 
 @task()
@@ -218,6 +216,7 @@ def plan(
     lock_wait: str = "0",
     no_install: bool = False,
     build: str | None = None,
+    evict_first: bool = False,
     accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
@@ -227,7 +226,8 @@ def plan(
     patience = waits(lock_wait)
     goal = target.one(host, ROOT, accept_new_host_key)
     shown = {"looks_only": True, "json": json, "no_follow": True, "lock_wait": patience}
-    return conduct.change("deploy", goal, run, name, set, install=not no_install, build=build, **shown)
+    ways = {"install": not no_install, "build": build, "evict_first": evict_first}
+    return conduct.change("deploy", goal, run, name, set, **ways, **shown)
 
 
 @task(iterable=["set"])

@@ -11,6 +11,7 @@ from typing import Any
 
 from deploy import (
     again,
+    budget,
     execute,
     lock,
     onhost,
@@ -81,6 +82,7 @@ def plan_deploy(
     install: bool = True,
     build: str | None = None,
     rollback: bool = False,
+    evict_first: bool = False,
     lock_wait: Patience = lock.NONE,
     progress: Progress = silent,
     watch: Watch | None = None,
@@ -89,13 +91,14 @@ def plan_deploy(
     """The plan of `deploy` or `restart`, and what carrying it out needs.
 
     A switch of the name that is at work is watched first, with `watch` (see `turn.take`), and a stop since
-    the task came, by `order`, raises DeployError. With `rollback` the
-    release before is started again if the new run dies before its first step.
+    the task came, by `order`, raises DeployError. With `rollback` the release before is started again if the
+    new run dies before its first step. With `evict_first` old weights go before the new ones come, if both do
+    not fit in; the run that uses them is stopped before.
     """
     run = wanted.settings
     at = turn.take(goal, run.name, lock_wait, progress, watch, order=order)
     facts = at.facts
-    found = survey.take(goal.project, goal.host, goal.settings, run, facts, progress)
+    found = survey.take(goal.project, goal.host, goal.settings, run, facts, progress, copies=evict_first)
     new = plan.make_release(found, goal.settings, run)
     release.look_at(goal.host, found.layout, facts, new.id)
     old = plan.release_before(found)
@@ -112,6 +115,12 @@ def plan_deploy(
         build=_where(build),
         fresh=at.fresh,
     )
+    if rollback and made.evict:
+        raise DeployError(
+            f"--rollback-on-failure needs the old weights ({budget.described(made.evict)}), but "
+            "--evict-first removes them; give one of the two",
+            code=USAGE,
+        )
     back = again.way_back(facts, run.name, new.id) if rollback and made.starts else None
     if rollback and made.starts:
         if back is None:

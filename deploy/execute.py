@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import again, boot, bootunit, evidence, lock, onhost, release, secrets, switch, weights
+from deploy import again, boot, bootunit, evicting, evidence, lock, onhost, release, secrets, switch, weights
 from deploy import image as images
 from deploy.errors import Changed, DeployError
 from deploy.host import Host, HostError
@@ -94,7 +94,10 @@ def start(
     (Changed, if the plan holds no more); then the run in progress, if any, was not touched.
     """
     layout = plan.layout
-    with lock.hold(host, layout.state, plan.name, plan.task, lock_wait.left, waiting=report) as held:
+    with (
+        lock.hold(host, layout.state, plan.name, plan.task, lock_wait.left, waiting=report) as held,
+        contextlib.ExitStack() as telling,
+    ):
         if plan.install:
             install(host, plan.install, report)
         facts = evidence.collect(host, layout.state, layout.shm, sample=0)
@@ -104,6 +107,10 @@ def start(
         if plan.image_action in ("build", "ship") and isinstance(work.image, images.Image):
             held.check()
             images.make(host, layout.state, work.image, plan.image_action, report)
+        if plan.evict:
+            held.check()
+            telling.enter_context(evicting.way_back(plan, report))
+            plan = evicting.make_room(plan, host, report)
         _bring(plan, host, work, held, report)
         held.check()
         if work.release is None:
@@ -311,16 +318,7 @@ def stop(plan: Plan, host: Host, report: Report, lock_wait: Patience = lock.NONE
     assert plan.stop is not None
     with lock.hold(host, layout.state, plan.name, plan.task, lock_wait.left, waiting=report):
         _still(plan, evidence.collect(host, layout.state, layout.shm, sample=0))
-        spec = {
-            "state_root": layout.state,
-            "name": plan.name,
-            "old_run_path": plan.stop.path,
-            "grace_seconds": plan.stop.grace_seconds,
-            "checkpoint_timeout_seconds": plan.stop.checkpoint_timeout_seconds,
-            "by": lock.who(),
-            "start": None,
-        }
-        return switch.start(host, spec)
+        return switch.start(host, evicting.stop_spec(plan))
 
 
 def mend(plan: Plan, host: Host, report: Report, lock_wait: Patience = lock.NONE) -> None:

@@ -41,6 +41,7 @@ def look(wanted: dict[str, Any]) -> dict[str, Any]:
         "data": data,
         "copies": copies,
         "data_copies": copies,
+        "held": weights_store.held,
         "secrets": secrets,
         "image": image,
         "strays": strays.look,

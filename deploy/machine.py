@@ -49,9 +49,49 @@ def memory() -> dict[str, int | None]:
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
-        return {"total": None, "available": None}
+        return {"total": None, "available": None, "room": None}
     values = {key: int(value) * 1024 for key, value in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-    return {"total": values.get("MemTotal"), "available": values.get("MemAvailable")}
+    return {"total": values.get("MemTotal"), "available": values.get("MemAvailable"), "room": memory_room()}
+
+
+def memory_room() -> int | None:
+    """What the memory limits of our cgroup and of those above it leave, in bytes; None without one.
+
+    Files that the kernel only keeps at hand count as room: it drops them first.
+    """
+    found = []
+    for place in _memory_groups():
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                most = int((place / limit).read_text(encoding="ascii"))
+                if most < 1 << 60:
+                    taken = int((place / used).read_text(encoding="ascii")) - _dropped_first(place)
+                    found.append(max(0, most - taken))
+            except (OSError, ValueError):  # "max" is no number, and no limit
+                continue
+    return min(found, default=None)
+
+
+def _memory_groups() -> list[Path]:
+    """Our memory cgroup and those above it. A container sees its own as the root."""
+    found = [Path(procfs.GROUPS), Path(procfs.GROUPS, "memory")]
+    for place in map(Path, procfs.groups(os.getpid())):
+        found += [place, *(above for above in place.parents if above.is_relative_to(procfs.GROUPS))]
+    return list(dict.fromkeys(found))
+
+
+def _dropped_first(group: Path) -> int:
+    """Bytes of files on disk that a cgroup holds in the page cache."""
+    try:
+        text = (group / "memory.stat").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    values = dict(re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE))
+    cached = sum(int(values.get(key, 0)) for key in ("total_inactive_file", "total_active_file"))
+    return cached or sum(int(values.get(key, 0)) for key in ("inactive_file", "active_file"))
 
 
 def directory(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy import bootunit, devices, mask, plantext, preflight, release, runtimes, secrets, strays
+from deploy import bootunit, budget, devices, mask, plantext, preflight, release, runtimes, secrets, strays
 from deploy import image as images
 from deploy.errors import DeployError
 from deploy.health import number, table, verdict
@@ -63,6 +63,8 @@ class Plan:
     command: tuple[str, ...] = ()
     tty: bool = False  # its output is a pseudo-terminal
     weights: Weights | None = None
+    memory: str = ""  # what weights and run need of it, and what there is
+    evict: tuple[budget.Eviction, ...] = ()  # what goes from shared memory before the weights come
     data: str | None = None
     data_copy: Weights | None = None  # how data get to the host, if they come from this machine
     resume: str = ""
@@ -201,6 +203,7 @@ def make(
     init, commands = _init(facts, install, parts.runtime, run.image.use is not None)
     action, words = _image(survey, host, run, build)
     weights = survey.weights.path if survey.weights else None
+    room = budget.of_run(survey, host.name, run, parts.runtime, parts.devices.count)
     return Plan(
         task=task,
         action=("link" if astray else "unchanged") if unchanged else "switch" if live else "start",
@@ -220,6 +223,8 @@ def make(
         command=new.command,
         tty=run.tty,
         weights=survey.weights,
+        memory=room.words,
+        evict=() if unchanged else room.evict,
         data=survey.data,
         data_copy=survey.data_copy,
         resume=_resume(survey, run),

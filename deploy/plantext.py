@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from deploy import mask, release
+from deploy import budget, mask, release
 from deploy.render import shell
 from deploy.runtimes import compose
 
@@ -50,6 +50,8 @@ def text(plan: Plan) -> list[str]:
             rows += [("image", f"{plan.image}, {plan.image_words}" if plan.image_words else plan.image)]
         if plan.weights:
             rows += [("weights", plan.weights.describe())]
+        rows += [("memory", plan.memory)] if plan.memory else []
+        rows += [("evict", _evicted(plan))] if plan.evict else []
         if plan.data_copy:
             rows += [("data", plan.data_copy.describe())]
         elif plan.data:
@@ -80,6 +82,14 @@ def text(plan: Plan) -> list[str]:
         f"{plan.task} {plan.name} on {plan.host}",
         *(f"  {label:<{width}}  {text}" for label, text in rows),
     ]
+
+
+def _evicted(plan: Plan) -> str:
+    """What goes so that the new weights fit in, and what that means for the run in progress."""
+    what = f"{budget.described(plan.evict)}, since the new weights do not fit in beside it"
+    if plan.stop is None or not any(one.held for one in plan.evict):
+        return what
+    return f"{what}: {plan.stop.run_id} is stopped first, and nothing runs until the new ones are there"
 
 
 def _link(plan: Plan) -> list[str]:

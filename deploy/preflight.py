@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deploy import container, devices, mask, python_start, runtimes
+from deploy import budget, container, devices, mask, python_start, runtimes
 from deploy.checks import Check
 from deploy.errors import DeployError
 from deploy.health_words import command
@@ -24,7 +24,6 @@ TRAINER_PYTHON = (3, 11)
 DISK_COMMAND = 50_000_000
 DISK_TOY = 500_000_000
 DISK_MODEL = 4_000_000_000
-SHM_TOY = 20_000_000
 CLOCKS_APART = 5.0  # seconds: from here on ages and "since" are misleading
 
 
@@ -48,7 +47,7 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
         *_open_secrets(run),
         _state(facts, host),
         _disk(survey, run),
-        *_shared_memory(survey, host),
+        *_shared_memory(survey, host, run, runtime, found.count),
         *[Check("weights", False, *_halves(problem)) for problem in survey.weights_problems],
         *[Check("data", False, *_halves(problem)) for problem in survey.data_problems],
         *[Check("secrets", False, *_halves(problem)) for problem in survey.secret_problems],
@@ -293,44 +292,19 @@ def _disk(survey: Survey, run: RunSettings) -> Check:
     )
 
 
-def _shared_memory(survey: Survey, host: HostSettings) -> list[Check]:
-    shm, weights = survey.facts["shm"], survey.weights
-    if weights is None or weights.action not in ("toy", "copy", "push"):
+def _shared_memory(
+    survey: Survey, host: HostSettings, run: RunSettings, runtime: str, count: int
+) -> list[Check]:
+    """Whether the weights fit in, and the run beside them. `count`: the devices that it gets."""
+    shm = survey.facts["shm"]
+    if not budget.need_of(survey.weights):
         return [Check("shm", True)]
     found = []
-    need = SHM_TOY if weights.action == "toy" else weights.bytes
     if not shm["writable"]:
-        found.append(
-            Check(
-                "shm",
-                False,
-                f"{shm['root']} cannot be written by {survey.facts['user']}",
-                f"choose another place with {_place('shm', host)}",
-            )
-        )
-    elif shm.get("free_bytes") is not None and shm["free_bytes"] < need:
-        short = need - shm["free_bytes"]
-        found.append(
-            Check(
-                "shm",
-                False,
-                f"{shm['root']} has {size(shm['free_bytes'])} free, but the weights need {size(need)}: "
-                f"{size(short)} too little",
-                _instead(survey, short)
-                or "remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm",
-            )
-        )
-    available = survey.facts.get("memory", {}).get("available")
-    if shm.get("is_tmpfs") and available is not None and available < need:
-        found.append(
-            Check(
-                "memory",
-                False,
-                f"the weights need {size(need)} of memory, but only {size(available)} is available: "
-                f"{size(need - available)} too little",
-                _instead(survey, need - available) or "stop what uses it, or add memory",
-            )
-        )
+        message = f"{shm['root']} cannot be written by {survey.facts['user']}"
+        found.append(Check("shm", False, message, f"choose another place with {_place('shm', host)}"))
+    else:
+        found += budget.of_run(survey, host.name, run, runtime, count).checks
     if not shm.get("is_tmpfs"):
         found.append(
             Check(
@@ -342,22 +316,6 @@ def _shared_memory(survey: Survey, host: HostSettings) -> list[Check]:
             )
         )
     return found or [Check("shm", True)]
-
-
-def _instead(survey: Survey, short: int) -> str | None:
-    """How to make room where old and new weights of one name do not fit in together; else None."""
-    weights = survey.weights
-    if weights is None or not weights.name:
-        return None
-    old = [one for one in survey.facts.get("weights", ()) if one["name"] == weights.name]
-    if sum(one["bytes"] for one in old) < short:
-        return None
-    taken = ", ".join(f"{one['name']}@{one['digest']}" for one in old)
-    there = size(sum(one["bytes"] for one in old))
-    return (
-        f"the old ones ({taken}, {there}) do not fit in beside them: fab stop, "
-        f"fab weights.evict {weights.name}, then fab deploy"
-    )
 
 
 def _directories(survey: Survey, run: RunSettings) -> list[Check]:

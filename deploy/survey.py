@@ -66,6 +66,7 @@ class Survey:
     image: release.Image | None = None  # with the compose runtime
     image_there: bool | None = None  # whether the engine has one's own image; None: not asked, or not known
     strays: tuple[Mapping[str, Any], ...] = ()  # processes of the name outside its runs, see deploy.strays
+    copies: tuple[Mapping[str, Any], ...] | None = None  # with --evict-first: see weights_uses.listing
 
     @property
     def runs(self) -> list[Mapping[str, Any]]:
@@ -85,10 +86,13 @@ def take(
     run: RunSettings,
     facts: Mapping[str, Any],
     progress: Callable[[str], None] = lambda text: None,
+    *,
+    copies: bool = False,
 ) -> Survey:
     """Read what the plan needs besides the probe's facts.
 
-    The host is asked once, and once more only if weights that lie there must be read.
+    The host is asked once, and once more only if weights that lie there must be read, or for `copies`: which
+    weights lie there, and who uses them.
     """
     question = _Question.of(project, settings, run, facts)
     wanted = {
@@ -120,7 +124,14 @@ def take(
         secrets_unread=tuple(sorted(set(run.secrets) - set(values))) if file else (),
         checkpoint=answers["state"],
         strays=tuple(answers["strays"]),
+        copies=tuple(_copies(host, question.layout)) if copies else None,
     )
+
+
+def _copies(host: Host, layout: Layout) -> list[Mapping[str, Any]]:
+    words = ("deploy.weights_uses:listing", layout.state, layout.shm)
+    found: list[Mapping[str, Any]] = onhost.ask(host, *words, timeout=LOOK_TIMEOUT)
+    return found
 
 
 def of_releases(
@@ -183,6 +194,7 @@ class _Question:
         asked: dict[str, Any] = {}
         if model and model.here:
             asked["copies"] = {"name": model.name, "places": [f"{layout.state}/weights", layout.shm]}
+            asked["held"] = {"name": model.name, "place": layout.shm}
         elif model:
             asked["weights"] = {"source": model.given, "shm": layout.shm, "read": False}
         if data and not data.here:
@@ -301,10 +313,8 @@ def _weights(
             return None, tuple(problems)
         there, staged = answers["copies"]
         place = f"{layout.state}/weights" if keep else ""
-        hashes = answers["hashes"]
-        return weights.pushed(
-            source, place, layout.shm, there, staged, progress, read=read, hashes=hashes
-        ), ()
+        known = {"hashes": answers["hashes"], "held": answers["held"]}
+        return weights.pushed(source, place, layout.shm, there, staged, progress, read=read, **known), ()
     found = answers["weights"]
     if found.get("action") == "changed" and read:
         found = onhost.ask(

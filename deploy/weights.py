@@ -21,7 +21,7 @@ from deploy import hashing, manifest, onhost, sender
 from deploy.errors import DeployError
 from deploy.host import Host
 from deploy.manifest import Progress
-from deploy.meter import Meter
+from deploy.meter import Meter, on_terminal
 from deploy.sizes import size
 
 SILENCE = 120.0  # seconds without a word of a copy; it tells how far it is every 10 s
@@ -42,6 +42,7 @@ class Weights:
     bytes: int = 0
     root: str = ""  # of shared memory
     kept: str = ""  # on the host's disk, what was pushed from this machine
+    held: int = 0  # bytes that an interrupted copy holds there, which this one takes over or frees
 
     def describe(self) -> str:
         if self.action == "toy":
@@ -75,17 +76,19 @@ def pushed(
     *,
     read: bool = True,
     hashes: Sequence[str] = (hashing.SHA,),
+    held: int = 0,
 ) -> Weights:
     """What has to happen so that `source`, a directory of this machine, is on a host.
 
     In shared memory, `root`, and on disk in `place` ("": no copy is kept); data, whose `root` is empty, on
-    disk only. `there` and `staged` are what `weights_store.known` says of the two, `hashes` what the host can
-    compute. Reads; hashes only what no manifest there tells of.
+    disk only. `there` and `staged` are what `weights_store.known` says of the two, `held` what
+    `weights_store.held` says of shared memory, `hashes` what the host can compute. Reads; hashes only what no
+    manifest there tells of.
     """
     stamp, name, origin = manifest.stamp_of(source), manifest.name_of(source), origin_of(source)
     copies = (*there, *staged)
     digest = next((one["digest"] for one in copies if (one["source"], one["stamp"]) == (origin, stamp)), None)
-    made = Weights(str(source), "changed", None, name, "", manifest.total(stamp), root)
+    made = Weights(str(source), "changed", None, name, "", manifest.total(stamp), root, held=held)
     if digest is None:
         if not read:
             return made
@@ -116,7 +119,7 @@ def origin_of(source: Path) -> str:
 def bring(host: Host, found: Weights, progress: Progress, again: str = "fab deploy") -> None:
     """Carry out what is planned for weights or data. Raises DeployError; then nothing has changed."""
     if found.action == "push":
-        push(host, found, progress, again=again)
+        push(host, found, progress, meter=on_terminal(progress), again=again)
     if found.root and found.action in ("push", "keep") and found.kept:
         onhost.ask(
             host,

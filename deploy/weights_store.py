@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy import files, hashing, machine, manifest, procfs, typedpath
+from deploy import files, hashing, machine, manifest, typedpath
 from deploy.errors import DeployError
 from deploy.manifest import Chunk, Progress, Told, silent, whole
 from deploy.sizes import size
@@ -41,8 +41,8 @@ def look(source: str, shm: str, read: bool = True, progress: Progress = silent) 
     """What there is to say of a model directory, and whether it is in shared memory already.
 
     ``{"problems": [sentence]}``, or source, action (in-place | present | copy | changed), path (in shared
-    memory; None if not known), name, digest, bytes and root of a `deploy.weights.Weights`. Hashes only what
-    is new or changed; without `read` not even that: then it is called changed, since 50 GB take a minute.
+    memory; None if not known), name, digest, bytes, held and root of a `deploy.weights.Weights`. Hashes only
+    what is new or changed; without `read` not even that: then it is called changed: 50 GB take a minute.
     """
     given = typedpath.expand(source)
     problems = check_model_dir(given) or place_problems(Path(shm))
@@ -53,7 +53,7 @@ def look(source: str, shm: str, read: bool = True, progress: Progress = silent) 
         stamp = manifest.stamp_of(given)
     except DeployError as error:
         return {"problems": [str(error)]}
-    found["bytes"] = manifest.total(stamp)
+    found["bytes"], found["held"] = manifest.total(stamp), held(shm, found["name"])
     if on_tmpfs(given):
         return {**found, "action": "in-place", "path": str(given)}
     copy = manifest.of_copy(Path(shm) / found["name"])
@@ -79,6 +79,12 @@ def known(place: str, name: str) -> list[dict[str, Any]]:
         if copy:
             found.append({"path": str(path), **{key: copy[key] for key in ("digest", "source", "stamp")}})
     return found
+
+
+def held(place: str, name: str) -> int:
+    """Bytes that interrupted copies of `name` hold in `place`: the next takes them over, or frees them."""
+    left = Path(place).glob(f".{glob.escape(name)}.incoming.*")
+    return sum(_reserved(path) for one in left for path in one.rglob("*") if path.is_file())
 
 
 def place_problems(place: Path, key: str = SHM_KEY) -> list[str]:
@@ -162,28 +168,14 @@ def room_problem(place: Path, need: int, what: str, key: str) -> str | None:
         return f"{place} has {size(free)} free, but {what} need {size(need)}: {short} too little; {ways}"
     if not on_tmpfs(place):
         return None
-    for holder, left in (("this host", machine.memory()["available"]), ("the container here", group_room())):
+    memory = machine.memory()
+    for holder, left in (("this host", memory["available"]), ("the container here", memory["room"])):
         if left is not None and left < need:
             return (
                 f"{holder} has {size(left)} of memory free, but {what} need {size(need)} of it in {place}: "
                 f"{size(need - left)} too little; {ways}"
             )
     return None
-
-
-def group_room() -> int | None:
-    """What the memory limit of our cgroup leaves, in bytes; None without one."""
-    found = []
-    for place in procfs.groups(os.getpid()):
-        for limit, used in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
-                most = int(Path(place, limit).read_text(encoding="ascii"))
-                if most < 1 << 60:
-                    found.append(max(0, most - int(Path(place, used).read_text(encoding="ascii"))))
-    return min(found, default=None)
 
 
 def prepare(incoming: Path, wanted: dict[str, Any], what: str, key: str, progress: Progress) -> None:

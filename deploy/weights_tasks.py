@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy import lookup, onhost, sender, typedpath, weights, weights_check
+from deploy import budget, lookup, onhost, sender, typedpath, weights, weights_check
 from deploy.errors import USAGE, DeployError, nearest
 from deploy.manifest import Progress, name_of
 from deploy.meter import Meter
 from deploy.sizes import age, size
 from deploy.target import Target
+from deploy.weights import Weights
 
 LOOK_TIMEOUT = 60.0  # seconds
 Copy = Mapping[str, Any]  # an item of `weights_uses.listing`
@@ -49,13 +50,12 @@ def push(
     state, shm = _places(goal)
     place = f"{state}/{kind}" if kind == "data" or goal.settings.keep_on_disk else ""
     root = shm if kind == "weights" else ""
-    there, staged, hashes = _known(goal, name_of(source), place, root)
-    found = weights.pushed(source, place, root, there, staged, progress, hashes=hashes)
+    there, staged, known = _known(goal, name_of(source), place, root)
+    found = weights.pushed(source, place, root, there, staged, progress, **known)
     words = f"fab {kind}.push {shlex.quote(directory)} --host {goal.settings.name}"
     sent = None
     if found.action == "push":
-        if evict_first:
-            make_room(goal, found.name, str(found.path), progress)
+        make_room(goal, found, evict_first, progress)
         sent = weights.push(goal.host, found, progress, streams=streams, meter=meter, again=words)
         found = dataclasses.replace(found, action="keep" if root and place else "present")
     weights.bring(goal.host, found, progress, words)
@@ -83,8 +83,7 @@ def stage(
     found = onhost.ask(goal.host, "deploy.weights_store:look", source, shm, **asked)
     _refuse(found.get("problems", ()), kind)
     made = weights.Weights(**found)
-    if evict_first and made.action == "copy":
-        make_room(goal, made.name, str(made.path), progress)
+    make_room(goal, made, evict_first, progress)
     weights.bring(goal.host, made, progress)
     words = {"copy": "copied", "in-place": "in shared memory by itself"}
     return {
@@ -96,13 +95,38 @@ def stage(
     }
 
 
-def make_room(goal: Target, name: str, path: str, progress: Progress) -> None:
-    """Evict the other versions of a name from shared memory. Raises DeployError while one is in use."""
-    for one in listing(goal):
-        version = str(Path(path).name).rpartition("@")[2]  # what is there of it in part is gone on with
-        if one["where"] == "memory" and one["name"] == name and not one["digest"].startswith(version):
+def make_room(goal: Target, found: Weights, evict_first: bool, progress: Progress) -> None:
+    """See that weights fit into shared memory; with `evict_first` other versions of their name go for that.
+
+    Raises DeployError if they do not, or if a process uses what would have to go.
+    """
+    need = budget.need_of(found)
+    if not found.root or not need:
+        return
+    short = budget.shortages(goal.facts(), goal.settings.name, need, held=found.held)
+    if not short:
+        return
+    others = [one for one in listing(goal) if _is_other(one, found)]
+    left = max(one.bytes for one in short)
+    for one in (
+        sorted(others, key=lambda one: (bool(one["processes"]), -one["memory"])) if evict_first else ()
+    ):
+        if left > 0:
             freed = _evict(goal, one, progress)
+            left -= freed
             progress(f"{one['path']} evicted: {size(freed)} of memory freed")
+    if left > 0:
+        remedy = "fab weights.list shows what else could go (fab weights.evict)"
+        if others and not evict_first:
+            remedy = f"--evict-first removes the other versions of {_clean(found.name)} before; {remedy}"
+        raise DeployError("\n".join(one.sentence for one in short) + f"; {remedy}")
+
+
+def _is_other(one: Copy, found: Weights) -> bool:
+    """Whether it is another version in shared memory. (What is there of this one in part is gone on with.)"""
+    version = str(Path(str(found.path)).name).rpartition("@")[2]
+    in_memory = one["where"] == "memory" and not one["partial"]
+    return in_memory and one["name"] == found.name and not one["digest"].startswith(version)
 
 
 def told(done: Mapping[str, Any], host: str) -> str:
@@ -215,12 +239,16 @@ def _places(goal: Target) -> tuple[str, str]:
     return facts["state"]["root"], facts["shm"]["root"]
 
 
-def _known(goal: Target, name: str, place: str, root: str) -> tuple[Any, Any, Any]:
+def _known(goal: Target, name: str, place: str, root: str) -> tuple[Any, Any, dict[str, Any]]:
+    """(copies on disk, copies in shared memory, what else `weights.pushed` takes)."""
     places = [one for one in (place, root) if one]
-    wanted = {"copies": {"name": name, "places": places}, "hashes": {}}
+    wanted: dict[str, Any] = {"copies": {"name": name, "places": places}, "hashes": {}}
+    if root:
+        wanted["held"] = {"name": name, "place": root}
     answers = onhost.ask(goal.host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)
     found = dict(zip(places, answers["copies"], strict=True))
-    return found.get(place, []), found.get(root, []), answers["hashes"]
+    known = {"hashes": answers["hashes"], "held": answers.get("held", 0)}
+    return found.get(place, []), found.get(root, []), known
 
 
 def _refuse(problems: Sequence[str], kind: str) -> None:

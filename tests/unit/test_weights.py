@@ -351,7 +351,8 @@ def test_the_memory_of_host_and_container_counts_on_a_tmpfs(
 ) -> None:
     monkeypatch.setattr(weights_store, "on_tmpfs", lambda path: True)
     (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("400000\n")
+    (tmp_path / "memory.current").write_text("450000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 30000\nactive_file 20000\n")
     monkeypatch.setattr(procfs, "groups", lambda pid: [str(tmp_path)])
     ask = (tmp_path, 700_000, "weights /m", "shm: in fabric.yaml")
     said = weights_store.room_problem(*ask)
@@ -362,7 +363,7 @@ def test_the_memory_of_host_and_container_counts_on_a_tmpfs(
     )
     (tmp_path / "memory.max").write_text("max\n")
     assert weights_store.room_problem(*ask) is None
-    monkeypatch.setattr(machine, "memory", lambda: {"total": 1, "available": 1000})
+    monkeypatch.setattr(machine, "memory", lambda: {"available": 1000, "room": None})
     said = weights_store.room_problem(*ask)
     assert said
     assert said.startswith("this host has 1.0 kB of memory free, but weights /m need 700 kB of it")
