@@ -71,7 +71,9 @@ def disk_full(run: dict[str, Any]) -> str:
 def weights_gone(run: dict[str, Any]) -> str:
     """Weights that a run in progress has loaded and that its next start would not find."""
     found = table(run, "weights")
-    names = [cut(str(path), 100) for path in rows(run, "deleted")]
+    paths = [str(path) for path in (*rows(run, "deleted"), *rows(found, "missing"))]
+    # (A process in a container has the same file at another path: the host's counts.)
+    names = [cut(path, 100) for path in {path.rpartition("/")[2]: path for path in paths}.values()]
     if found.get("there") is False:
         names = [cut(str(found.get("path")), 100)]
     return f"its weights {', '.join(names[:2])} were deleted: a restart will not find them" if names else ""

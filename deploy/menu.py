@@ -61,7 +61,7 @@ HELP = {
     "interval": "with --watch, seconds between two refreshes (default 2)",
     "directory": "a directory of this machine (push), or of the host (stage)",
     "streams": "how many connections side by side (default: by cores and distance)",
-    "evict-first": "if old and new weights do not fit together, the old ones go first (deploy: after their run)",
+    "evict-first": "if old and new weights do not fit together, the old ones go first (deploy: once stopped)",
     "copy": "a name, NAME@DIGEST or a path, as fab weights.list shows them",
 }
 EVERYWHERE = {  # of tasks that show all there is, if nothing else is said

@@ -4,6 +4,7 @@ part of the probe. Standard library only, Python >= 3.9.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -13,6 +14,7 @@ from typing import Any
 
 from deploy import machine, procfs
 
+MANIFEST = ".drafthouse.json"  # in every copy of weights that we made
 MOST_WORDS = 1000
 ALWAYS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
 WEIGHTS = re.compile(rb"\.(safetensors|bin|pt|pth|gguf|npz|arrow)$")
@@ -93,7 +95,9 @@ def deleted(pids: Iterable[int]) -> list[str]:
 
 
 def weights(run: dict[str, Any], shm: Path) -> dict[str, Any] | None:
-    """``{"path", "there"}`` of the directory in shared memory that a run was started on; None: not known."""
+    """``{"path", "there", "missing"}`` of the directory in shared memory that a run was started on, the last
+    being files of it that are gone; None: not known.
+    """
     kept = (run["boot"] or {}).get("weights")
     path = kept.get("path") if isinstance(kept, dict) else None
     if not isinstance(path, str):
@@ -101,4 +105,17 @@ def weights(run: dict[str, Any], shm: Path) -> dict[str, Any] | None:
         words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
         below = re.compile(rf"{re.escape(str(shm))}/[^/\s]+@[0-9a-f]{{6,64}}")
         path = next((match[0] for word in words if (match := below.search(word))), None)
-    return None if path is None else {"path": path, "there": os.path.isdir(path)}
+    if path is None:
+        return None
+    return {"path": path, "there": os.path.isdir(path), "missing": _missing(path) if run["alive"] else []}
+
+
+def _missing(path: str) -> list[str]:
+    """Files that a copy's manifest names and that are gone, also those that nobody has open any more."""
+    try:
+        with open(os.path.join(path, MANIFEST), "rb") as file:
+            names = list(json.load(file)["stamp"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    gone = [os.path.join(path, name) for name in names if not os.path.lexists(os.path.join(path, name))]
+    return gone[:MOST_DELETED]

@@ -268,6 +268,18 @@ def test_weights_that_are_mapped_and_were_removed_are_named(tmp_path):
         process.kill()
 
 
+def test_files_of_a_copy_that_are_gone_are_named_also_when_nobody_has_them_open(tmp_path):
+    path = tmp_path / "m@0123456789ab"
+    path.mkdir()
+    (path / running.MANIFEST).write_text(json.dumps({"stamp": {"a": [0, 0], "b": [0, 0]}}))
+    (path / "a").touch()
+    run = {"boot": {"weights": {"path": str(path)}}, "run": None, "alive": True}
+    assert running.weights(run, tmp_path) == {"path": str(path), "there": True, "missing": [f"{path}/b"]}
+    assert running.weights({**run, "alive": False}, tmp_path)["missing"] == []
+    (path / running.MANIFEST).write_text("[]")
+    assert running.weights(run, tmp_path)["missing"] == []
+
+
 def test_a_process_that_nobody_waited_for_tells_how_it_ended():
     child = os.fork()
     if child == 0:
