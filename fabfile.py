@@ -646,6 +646,7 @@ def push_weights(
     directory: str,
     host: str | None = None,
     streams: str | None = None,
+    rsync: bool = False,
     evict_first: bool = False,
     json: bool = False,
     accept_new_host_key: bool = False,
@@ -655,7 +656,8 @@ def push_weights(
     from deploy import target
 
     goal = target.one(host, ROOT, accept_new_host_key)
-    return conduct.pushed(goal, "weights", directory, json=json, streams=streams, evict_first=evict_first)
+    how = {"streams": streams, "rsync": rsync, "evict_first": evict_first}
+    return conduct.pushed(goal, "weights", directory, json=json, **how)
 
 
 @part(weights, "stage")
@@ -681,6 +683,7 @@ def push_data(
     directory: str,
     host: str | None = None,
     streams: str | None = None,
+    rsync: bool = False,
     json: bool = False,
     accept_new_host_key: bool = False,
     debug: bool = False,
@@ -689,7 +692,7 @@ def push_data(
     from deploy import target
 
     goal = target.one(host, ROOT, accept_new_host_key)
-    return conduct.pushed(goal, "data", directory, json=json, streams=streams)
+    return conduct.pushed(goal, "data", directory, json=json, streams=streams, rsync=rsync)
 
 
 @part(data, "stage")

@@ -272,14 +272,22 @@ def until_interrupted(body: Callable[[], Any]) -> None:
 
 
 def pushed(
-    goal: Any, kind: str, directory: str, *, json: bool, streams: str | None, evict_first: bool = False
+    goal: Any,
+    kind: str,
+    directory: str,
+    *,
+    json: bool,
+    streams: str | None,
+    rsync: bool,
+    evict_first: bool = False,
 ) -> int | None:
     """Send a directory of this machine to where runs find it, and show how far that is."""
     from deploy import meter, weights_tasks
 
     count = None if streams is None else whole("--streams", streams)
     shown: dict[str, Any] = {"progress": say, "meter": meter.on_terminal(say)}
-    done = weights_tasks.push(goal, directory, kind, streams=count, evict_first=evict_first, **shown)
+    how: dict[str, Any] = {"streams": count, "rsync": rsync, "evict_first": evict_first}
+    done = weights_tasks.push(goal, directory, kind, **how, **shown)
     return brought(goal, done, json)
 
 

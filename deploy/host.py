@@ -38,6 +38,13 @@ class HostError(DeployError):
     """A command or file on a host failed; the message names host, what, and why."""
 
 
+class NoPython(HostError):
+    """There is no Python on the host that our scripts could run with."""
+
+
+OLD_PYTHON = "our scripts need 3.9 or later"  # in what a Python that is too old says of itself
+
+
 @dataclass(frozen=True)
 class Result:
     """What a command left behind. `code` is as a shell reports it: 128 + signal after a signal."""
@@ -148,7 +155,7 @@ class Local:
             result = self._run(argv, timeout, env, input)
             ended(result)
         if check and result.code:
-            raise HostError(failure(self.name, argv, result))
+            raise failed(self.name, argv, result)
         return result
 
     def _run(
@@ -291,6 +298,12 @@ def failure(host: str, argv: Sequence[str], result: Result) -> str:
             how = f"killed by {signal.Signals(result.code - 128).name}"
     lines = result.err.decode(errors="replace").strip().splitlines()
     return f"{host}: {argv[0]} failed ({how})" + (f": {lines[-1].strip()}" if lines else "")
+
+
+def failed(host: str, argv: Sequence[str], result: Result) -> HostError:
+    """The error for a command that failed; NoPython if it was ours, and Python there is too old for it."""
+    kind = NoPython if OLD_PYTHON.encode() in result.err else HostError
+    return kind(failure(host, argv, result))
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -60,6 +60,7 @@ HELP = {
     "clear": "take the reference of the name away",
     "interval": "with --watch, seconds between two refreshes (default 2)",
     "directory": "a directory of this machine (push), or of the host (stage)",
+    "rsync": "by rsync, as to hosts without Python (slower; keeps no copy on the disk there)",
     "streams": "how many connections side by side (default: by cores and distance)",
     "evict-first": "if old and new weights do not fit together, the old ones go first (deploy: once stopped)",
     "copy": "a name, NAME@DIGEST or a path, as fab weights.list shows them",

@@ -31,7 +31,7 @@ from typing import Any
 
 from deploy import CHECKOUT
 from deploy.errors import DeployError
-from deploy.host import SCRIPT_FLAGS, Host, HostError
+from deploy.host import OLD_PYTHON, SCRIPT_FLAGS, Host, HostError, NoPython
 
 PACKAGES = ("deploy", "trainer")
 TIMEOUT = 60.0  # seconds that a function gets if nothing else is said
@@ -306,7 +306,8 @@ def _value(
         else:
             return said["value"]
     code, errors = rest()
-    raise HostError(f"{host.name}: {function} failed: {_last(errors) or f'exit code {code}'}")
+    kind = NoPython if OLD_PYTHON.encode() in errors else HostError
+    raise kind(f"{host.name}: {function} failed: {_last(errors) or f'exit code {code}'}")
 
 
 # What is on the command line, the same for every call. It reads no byte beyond what is meant for it.
@@ -314,7 +315,7 @@ _LOADER = """\
 import os, sys, zlib
 if sys.version_info < (3, 9):
     old = sys.version.split()[0]
-    sys.exit("Python is %s there, but our scripts need 3.9 or later; install a newer python3" % old)
+    sys.exit("Python is %s there, but OLD_PYTHON; install a newer python3" % old)
 def take(count):
     found = b""
     while len(found) < count:
@@ -324,7 +325,7 @@ def take(count):
         found += block
     return found
 exec(compile(zlib.decompress(take(int(take(12)))), "drafthouse", "exec"))
-"""
+""".replace("OLD_PYTHON", OLD_PYTHON)
 
 # Modules are imported from these texts by Python's own machinery, so they may import each other as ever.
 _PROGRAM = """\

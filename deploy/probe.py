@@ -34,9 +34,9 @@ nobody has waited for its end. `load` {average ready cpus} is the machine's at t
 run: see `deploy.run_devices`; `log` {bytes last_write first_bytes_offset tail last_line free_bytes}, the last
 line being the newest that is not launch's own;
 `oom_kills_since`: how many the kernel counts since the launch began that is gone without a word;
-`weights` {path there missing}; `deleted` weights that its ranks have open and that were removed; `memory_group`
-{oom_kills limit}; `reference` {run_id tokens_per_second steps} of its name and its own speed over as many
-steps, `recent`; `pace`: see `deploy.pace`.
+`weights` {path there missing}; `deleted` weights that its ranks have open and that were removed;
+`memory_group` {oom_kills limit}; `reference` {run_id tokens_per_second steps} of its name and its own speed
+over as many steps, `recent`; `pace`: see `deploy.pace`.
 """
 
 from __future__ import annotations

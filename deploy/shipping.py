@@ -14,31 +14,24 @@ import io
 import json
 import os
 import posixpath
-import re
 import select
 import shutil
-import signal
 import subprocess
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from deploy import files, onhost
+from deploy import files, onhost, rsyncing
 from deploy.errors import DeployError
 from deploy.host import Host
 from deploy.sizes import age, size
 
 BLOCK = 1 << 20
 SIGN_OF_LIFE = 10.0  # seconds between two words on a transfer
-OLDEST_RSYNC = (3, 1)
 PAUSE = 0.2  # seconds between two looks at a lock that somebody else has
-LINK_TIMEOUT = 30  # seconds without a byte, after which rsync gives up
-RSYNC_SILENCE = 120.0  # seconds without a word of it, after which we do
 DOCKER_TIMEOUT = 60.0  # seconds for a question to the engine here
-RSYNC_TIMEOUT = 30.0  # seconds for rsync to say its version
 SAVE_SILENCE = 1800.0  # seconds; an engine may write all of an image to its disk before the first byte
 EXPORT_PATIENCE = 7200.0  # seconds for another deploy here to take its image out
 SILENCE = 180.0  # seconds; a load gives a sign of life every 5, but a disk may be busy
@@ -84,31 +77,10 @@ def send(
 
 def check(host: Host, there: Mapping[str, Any]) -> None:
     """Raises DeployError if no image can be shipped to the host, by what its survey found."""
-    check_rsync()
+    rsyncing.check("ships images")
     if not there["rsync"]:
         raise DeployError(
             f"{host.name} has no rsync, which ships images: fab bootstrap --host {host.name} installs it"
-        )
-
-
-def check_rsync() -> None:
-    """Raises DeployError if this machine's rsync cannot ship images."""
-    remedy = "apt install rsync (or brew install rsync)"
-    try:
-        done = subprocess.run(["rsync", "--version"], capture_output=True, text=True, timeout=RSYNC_TIMEOUT)
-    except FileNotFoundError:
-        raise DeployError(f"this machine has no rsync, which ships images: {remedy}") from None
-    except subprocess.TimeoutExpired:
-        raise DeployError(
-            f"this machine's rsync did not say its version within {RSYNC_TIMEOUT:g} s; see whether "
-            "rsync --version works here, and whether this machine's disk answers"
-        ) from None
-    found = re.search(r"rsync\s+version\s+v?(\d+)\.(\d+)", done.stdout)
-    if not found or (int(found[1]), int(found[2])) < OLDEST_RSYNC:
-        what = f"{found[1]}.{found[2]}" if found else "of an unknown kind"
-        raise DeployError(
-            f"this machine's rsync is {what} (macOS brings an old one), and shipping an image needs 3.1 or "
-            f"later: {remedy}"
         )
 
 
@@ -296,7 +268,7 @@ def rsync_command(host: Host, directory: Path, incoming: str) -> list[str]:
         "--ignore-times",  # never "the same, by its time": what is asked for is lacking
         "--partial-dir=.partial",
         "--copy-dest=../seeds",
-        f"--timeout={LINK_TIMEOUT}",
+        f"--timeout={rsyncing.LINK_TIMEOUT}",
         "--info=progress2,stats1",
         "--no-inc-recursive",
     ]
@@ -312,69 +284,4 @@ def rsync(
 ) -> int:
     """Run it, tell how far it is, and return the bytes that went over the wire. Raises DeployError."""
     argv = rsync_command(host, directory, incoming)
-    process = subprocess.Popen(
-        argv,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "LC_ALL": "C"},
-        start_new_session=True,  # Ctrl-C is ours to pass on
-    )
-    assert process.stdin
-    assert process.stdout
-    errors = process.stderr
-    assert errors
-    try:
-        with contextlib.suppress(OSError):
-            process.stdin.write("".join(f"{name}\n" for name in names).encode())
-            process.stdin.close()
-        said: list[bytes] = []
-        listening = threading.Thread(target=lambda: said.append(errors.read()), daemon=True)
-        listening.start()
-        sent, told = 0, time.monotonic()
-        for line in _lines(process.stdout):
-            progress = re.match(r"\s*([\d,]+)\s+\d+%\s+(\S+/s)", line)
-            if progress and time.monotonic() - told > SIGN_OF_LIFE:
-                done = int(progress[1].replace(",", ""))
-                report(f"{host.name}: shipping: {size(done)} of {size(total)}, {progress[2]}")
-                told = time.monotonic()
-            whole = re.match(r"sent ([\d,]+) bytes\s+received ([\d,]+) bytes", line)
-            if whole:
-                sent = sum(int(number.replace(",", "")) for number in whole.groups())
-        code = process.wait()
-        listening.join(5)
-    except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)  # the other side keeps what it has
-        process.wait()
-        if isinstance(error, TimeoutError):
-            raise DeployError(
-                f"rsync to {host.name} gave no sign of life for {RSYNC_SILENCE:.0f} s and was ended; run the "
-                "command again, it goes on from what has arrived"
-            ) from None
-        raise
-    finally:
-        process.stdout.close()
-    if code:
-        lines = b"".join(said).decode(errors="replace").splitlines()
-        reasons = [line.strip() for line in lines if line.strip() and not line.startswith("rsync error")]
-        reason = reasons[0] if reasons else f"rsync ended with {code}"
-        raise DeployError(
-            f"the image did not get to {host.name} whole: {reason}; run the command again, it goes on from "
-            "what has arrived"
-        )
-    return sent
-
-
-def _lines(stream: IO[bytes]) -> Iterator[str]:
-    """Lines of a progress that is redrawn: a carriage return ends one, too. Raises TimeoutError."""
-    rest = b""
-    while True:
-        if not select.select([stream], [], [], RSYNC_SILENCE)[0]:
-            raise TimeoutError
-        block = os.read(stream.fileno(), 1 << 16)
-        if not block:
-            break
-        *whole, rest = re.split(rb"[\r\n]", rest + block)
-        yield from (line.decode(errors="replace") for line in whole)
-    yield rest.decode(errors="replace")
+    return rsyncing.run(host, argv, "".join(f"{name}\n" for name in names).encode(), total, report)

@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from deploy import files as on_files
 from deploy import sshconfig, sshfailure, sshpipe
-from deploy.host import SCRIPT_FLAGS, HostError, Result, describe, failure, kill_group, logged
+from deploy.host import SCRIPT_FLAGS, HostError, NoPython, Result, describe, failed, kill_group, logged
 from deploy.sshcommand import COMMAND, Process, Request, killing
 
 log = logging.getLogger(__name__)
@@ -209,8 +209,8 @@ class Ssh:
             ended(result)
         if check and result.code:
             if result.code == 127 and argv[0] == self.python and not result.out:
-                raise HostError(self._no_python())
-            raise HostError(failure(self.name, argv, result))
+                raise NoPython(self._no_python())
+            raise failed(self.name, argv, result)
         return result
 
     def _run(
@@ -381,7 +381,7 @@ class Ssh:
             way = self._another_way(talk, began)
         result = self._result(talk, argv)  # raises if the command did not begin
         if result.code == 127 and argv[0] == self.python:
-            raise HostError(self._no_python())
+            raise NoPython(self._no_python())
         why = "No such file or directory" if result.code == 127 else "Permission denied"
         raise HostError(f"{self.name}: cannot start {argv[0]}: {why}")
 

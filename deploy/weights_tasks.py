@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy import budget, lookup, onhost, sender, typedpath, weights, weights_check
+from deploy import budget, hashing, lookup, manifest, onhost, sender, typedpath, weights, weights_check
 from deploy.errors import USAGE, DeployError, nearest
+from deploy.host import NoPython
 from deploy.manifest import Progress, name_of
 from deploy.meter import Meter
 from deploy.sizes import age, size
@@ -20,6 +21,7 @@ from deploy.target import Target
 from deploy.weights import Weights
 
 LOOK_TIMEOUT = 60.0  # seconds
+SHM = "/dev/shm/drafthouse"  # where nothing else is said, and nobody can be asked
 Copy = Mapping[str, Any]  # an item of `weights_uses.listing`
 
 
@@ -33,12 +35,14 @@ def push(
     *,
     streams: int | None = None,
     evict_first: bool = False,
+    rsync: bool = False,
     progress: Progress,
     meter: Meter | None = None,
 ) -> dict[str, Any]:
     """Send a directory of this machine: weights into shared memory and to disk, data to disk.
 
-    Returns path, digest, bytes, sent (bytes over the link), seconds and done. Raises DeployError.
+    With `rsync`, and to a host without Python, by rsync. Returns path, digest, bytes, sent (bytes over the
+    link), seconds and done. Raises DeployError.
     """
     if streams is not None and not 1 <= streams <= sender.MOST:
         raise DeployError(f"--streams {streams} must be from 1 to {sender.MOST}", code=USAGE)
@@ -47,7 +51,13 @@ def push(
     source = Path(typedpath.expand(directory)).absolute()
     problems = weights_check.check_model_dir(source) if kind == "weights" else lookup.data_problems(source)
     _refuse(problems, kind)
-    state, shm = _places(goal)
+    try:
+        state, shm = _places(goal)
+    except NoPython as error:
+        progress(f"{error}; it goes by rsync this time, and no copy is kept on the disk there")
+        state, shm, rsync = goal.settings.state or "", goal.settings.shm or SHM, True
+    if rsync:
+        return _by_rsync(goal, source, kind, shm if kind == "weights" else state, progress)
     place = f"{state}/{kind}" if kind == "data" or goal.settings.keep_on_disk else ""
     root = shm if kind == "weights" else ""
     there, staged, known = _known(goal, name_of(source), place, root)
@@ -67,6 +77,28 @@ def push(
         "seconds": sent.seconds if sent else 0.0,
         "streams": sent.streams if sent else 0,
         "done": "pushed" if sent else "from its copy on disk" if found.action == "copy" else "there already",
+    }
+
+
+def _by_rsync(goal: Target, source: Path, kind: str, root: str, progress: Progress) -> dict[str, Any]:
+    from deploy import by_rsync
+
+    if not root:
+        name = goal.settings.name
+        raise DeployError(f"nothing says where data lie on {name}; give it state: in fabric.yaml")
+    wanted = weights.read_manifest(source, hashing.names(), progress)
+    place = root if kind == "weights" else f"{root}/{kind}"
+    target = f"{place}/{name_of(source)}@{wanted['digest'][:12]}"
+    progress(f"sending {source} by rsync")
+    sent = by_rsync.send(goal.host, source, wanted, target, link=kind == "weights", progress=progress)
+    return {
+        "path": target,
+        "digest": wanted["digest"],
+        "bytes": manifest.total(wanted["stamp"]),
+        "sent": sent.bytes,
+        "seconds": sent.seconds,
+        "streams": sent.streams,
+        "done": "pushed by rsync" if sent.streams else "there already",
     }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import shipping
+from deploy import rsyncing, shipping
 from deploy.errors import DeployError
 from deploy.host import Local
 
@@ -173,9 +173,9 @@ def test_an_rsync_that_does_not_say_its_version_is_one_sentence(tmp_path: Path, 
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(shipping, "RSYNC_TIMEOUT", 0.2)
+    monkeypatch.setattr(rsyncing, "VERSION_TIMEOUT", 0.2)
     with pytest.raises(DeployError, match=r"rsync did not say its version within 0\.2 s; see whether"):
-        shipping.check_rsync()
+        rsyncing.check("ships images")
 
 
 class Reached(Local):
@@ -200,7 +200,7 @@ def test_a_progress_that_is_redrawn_is_read_as_lines() -> None:
     os.write(writing, b"    1,024  10%  1.00MB/s\r  10,240 100%  9.00MB/s\nsent 10 bytes  received 5 bytes\n")
     os.close(writing)
     with open(reading, "rb") as stream:
-        lines = [line for line in shipping._lines(stream) if line]
+        lines = [line for line in rsyncing._lines(stream) if line]
     assert lines == [
         "    1,024  10%  1.00MB/s",
         "  10,240 100%  9.00MB/s",
@@ -209,7 +209,7 @@ def test_a_progress_that_is_redrawn_is_read_as_lines() -> None:
 
 
 def test_an_rsync_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipping, "RSYNC_SILENCE", 0.2)
+    monkeypatch.setattr(rsyncing, "SILENCE", 0.2)
     monkeypatch.setattr(shipping, "rsync_command", lambda *words: ["sleep", "600"])
     with pytest.raises(DeployError, match=r"rsync to gpu-box gave no sign of life .* run the command again"):
         shipping.rsync(Reached("gpu-box"), tmp_path, ["a"], "/nowhere", 1, lambda text: None)
@@ -228,14 +228,16 @@ def test_an_rsync_that_is_too_old_is_refused(tmp_path: Path, monkeypatch, said: 
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(DeployError, match=rf"this machine's rsync .*{finding}.* needs 3\.1 or later: apt"):
-        shipping.check_rsync()
+    with pytest.raises(
+        DeployError, match=rf"this machine's rsync .*{finding}.* ships images must be 3\.1 or later: apt"
+    ):
+        rsyncing.check("ships images")
 
 
 def test_a_machine_without_rsync_is_told_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DeployError, match="this machine has no rsync, which ships images: apt install rsync"):
-        shipping.check_rsync()
+        rsyncing.check("ships images")
 
 
 @pytest.mark.parametrize(
@@ -246,4 +248,4 @@ def test_an_rsync_of_today_will_do(tmp_path: Path, monkeypatch, said: str) -> No
     program.write_text(f"#!/bin/sh\necho '{said}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    shipping.check_rsync()
+    rsyncing.check("ships images")
