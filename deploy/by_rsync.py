@@ -82,10 +82,10 @@ def send(
     began = time.monotonic()
     place, _, last = target.rpartition("/")
     name, _, version = last.rpartition("@")
-    total = manifest.total(wanted["stamp"])
+    names = [one for one in wanted["stamp"] if one not in wanted["same"]]
+    total = sum(wanted["stamp"][one][0] for one in names)
     if _there(host, place, name, version, total):
         return Sent(0, total, time.monotonic() - began, 0)
-    names = [one for one in wanted["stamp"] if one not in wanted["same"]]
     argv = _command(host, source, f"{place}/.{name}.incoming.{version}")
     sent = rsyncing.run(host, argv, _listed(names), total, progress, str(source))
     for _ in range(TRIES):

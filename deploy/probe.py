@@ -7,7 +7,7 @@ The object: schema time hostname user uid gid groups home python python_path boo
 sample_seconds probe_seconds (from the first look to the last),
 os {id version_id codename}, unattended_upgrades, systemd, programs {name: path or null} (and tini, apt),
 state {root exists writable owner_uid free_bytes total_bytes}, shm {root is_tmpfs writable free_bytes
-total_bytes}, memory {total available}, environment {PYTHON*}, cpus,
+total_bytes}, memory {total available room (within our cgroup's limit)}, environment {PYTHON*}, cpus,
 engine {client address variables answers permitted version api compose error started root storage_free_bytes
 live_restore rootless buildx runtimes cdi}, images [{id tags bytes created labels}] (ours only),
 containers [{name project directory here}] (running ones of our projects; here: made from this state root),
@@ -52,7 +52,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deploy import contained, engine, files, machine, pace, procfs, run_devices, run_processes, running
+from deploy import contained, engine, files, machine, pace, procfs, room, run_devices, run_processes, running
 from trainer import status
 
 RUNS_PER_NAME = 20
@@ -116,9 +116,7 @@ class Probe:
             "clock_ticks": os.sysconf("SC_CLK_TCK"),
             "sample_seconds": self.sample,
             "probe_seconds": time.monotonic() - began,
-            "state": machine.directory(self.state),
-            "shm": {**machine.directory(self.shm), "is_tmpfs": machine.filesystem(self.shm) == "tmpfs"},
-            "memory": machine.memory(),
+            **room.look(str(self.state), str(self.shm)),
             "environment": {key: value for key, value in os.environ.items() if key.startswith("PYTHON")},
             "cpus": len(os.sched_getaffinity(0)),
             "os": machine.system(),
@@ -493,17 +491,12 @@ def number(value: dict[str, Any] | None, key: str) -> float | None:
     return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None
 
 
-def state_root() -> str:
-    default = "/var/lib/drafthouse" if os.getuid() == 0 else "~/.local/state/drafthouse"
-    return os.path.expanduser(os.environ.get("DRAFTHOUSE_STATE") or default)
-
-
 def main() -> None:
     import argparse  # only here: with what it needs, it is a tenth of a look that a plan takes
 
     parser = argparse.ArgumentParser(prog="probe")
-    parser.add_argument("--state", default=state_root())
-    parser.add_argument("--shm", default=os.environ.get("DRAFTHOUSE_SHM") or "/dev/shm/drafthouse")
+    parser.add_argument("--state", default=room.state_root())
+    parser.add_argument("--shm", default=room.shm_root())
     parser.add_argument("--sample", type=float, default=0.4)
     arguments = parser.parse_args()
     json.dump(Probe(Path(arguments.state), Path(arguments.shm), arguments.sample).facts(), sys.stdout)

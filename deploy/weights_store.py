@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy import files, hashing, machine, manifest, typedpath
+from deploy import files, hashing, manifest, room, typedpath
 from deploy.errors import DeployError
 from deploy.manifest import Chunk, Progress, Told, silent, whole
 from deploy.sizes import size
@@ -106,7 +106,7 @@ def place_problems(place: Path, key: str = SHM_KEY) -> list[str]:
 
 
 def on_tmpfs(path: Path) -> bool:
-    return machine.filesystem(path) == "tmpfs"
+    return room.filesystem(path) == "tmpfs"
 
 
 # -- making room and publishing ----------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def room_problem(place: Path, need: int, what: str, key: str) -> str | None:
         return f"{place} has {size(free)} free, but {what} need {size(need)}: {short} too little; {ways}"
     if not on_tmpfs(place):
         return None
-    memory = machine.memory()
+    memory = room.memory()
     for holder, left in (("this host", memory["available"]), ("the container here", memory["room"])):
         if left is not None and left < need:
             return (

@@ -52,7 +52,8 @@ def push(
     problems = weights_check.check_model_dir(source) if kind == "weights" else lookup.data_problems(source)
     _refuse(problems, kind)
     try:
-        state, shm = _places(goal)
+        room = _room(goal)
+        state, shm = room["state"]["root"], room["shm"]["root"]
     except NoPython as error:
         progress(f"{error}; it goes by rsync this time, and no copy is kept on the disk there")
         state, shm, rsync = goal.settings.state or "", goal.settings.shm or SHM, True
@@ -65,7 +66,7 @@ def push(
     words = f"fab {kind}.push {shlex.quote(directory)} --host {goal.settings.name}"
     sent = None
     if found.action == "push":
-        make_room(goal, found, evict_first, progress)
+        make_room(goal, found, room, evict_first, progress)
         sent = weights.push(goal.host, found, progress, streams=streams, meter=meter, again=words)
         found = dataclasses.replace(found, action="keep" if root and place else "present")
     weights.bring(goal.host, found, progress, words)
@@ -106,7 +107,8 @@ def stage(
     goal: Target, directory: str, kind: str, *, evict_first: bool = False, progress: Progress
 ) -> dict[str, Any]:
     """Copy a directory that lies on the host: weights into shared memory, data into the state."""
-    state, shm = _places(goal)
+    room = _room(goal)
+    state, shm = room["state"]["root"], room["shm"]["root"]
     asked: dict[str, Any] = {"timeout": weights.SILENCE, "progress": progress}
     source = str(Path(typedpath.expand(directory)).absolute()) if goal.host.is_local else directory
     if kind == "data":
@@ -115,7 +117,7 @@ def stage(
     found = onhost.ask(goal.host, "deploy.weights_store:look", source, shm, **asked)
     _refuse(found.get("problems", ()), kind)
     made = weights.Weights(**found)
-    make_room(goal, made, evict_first, progress)
+    make_room(goal, made, room, evict_first, progress)
     weights.bring(goal.host, made, progress)
     words = {"copy": "copied", "in-place": "in shared memory by itself"}
     return {
@@ -127,7 +129,9 @@ def stage(
     }
 
 
-def make_room(goal: Target, found: Weights, evict_first: bool, progress: Progress) -> None:
+def make_room(
+    goal: Target, found: Weights, room: Mapping[str, Any], evict_first: bool, progress: Progress
+) -> None:
     """See that weights fit into shared memory; with `evict_first` other versions of their name go for that.
 
     Raises DeployError if they do not, or if a process uses what would have to go.
@@ -135,7 +139,7 @@ def make_room(goal: Target, found: Weights, evict_first: bool, progress: Progres
     need = budget.need_of(found)
     if not found.root or not need:
         return
-    short = budget.shortages(goal.facts(), goal.settings.name, need, held=found.held)
+    short = budget.shortages(room, goal.settings.name, need, held=found.held)
     if not short:
         return
     others = [one for one in listing(goal) if _is_other(one, found)]
@@ -178,7 +182,7 @@ def told(done: Mapping[str, Any], host: str) -> str:
 def listing(goal: Target) -> list[Copy]:
     """The copies on the host; see `weights_uses.listing`."""
     found: list[Copy] = onhost.ask(
-        goal.host, "deploy.weights_uses:listing", *_places(goal), timeout=LOOK_TIMEOUT
+        goal.host, "deploy.weights_uses:listing", goal.settings.state, goal.settings.shm, timeout=LOOK_TIMEOUT
     )
     return found
 
@@ -265,10 +269,11 @@ def _evict(goal: Target, one: Copy, progress: Progress) -> int:
     return int(onhost.ask(goal.host, "deploy.weights_uses:evict", place, one["path"], **asked))
 
 
-def _places(goal: Target) -> tuple[str, str]:
-    """(state, shared memory) of the host."""
-    facts = goal.facts()
-    return facts["state"]["root"], facts["shm"]["root"]
+def _room(goal: Target) -> dict[str, Any]:
+    """The host's places, and what room they and its memory have: see `deploy.room`."""
+    words = ("deploy.room:look", goal.settings.state, goal.settings.shm)
+    found: dict[str, Any] = onhost.ask(goal.host, *words, timeout=LOOK_TIMEOUT)
+    return found
 
 
 def _known(goal: Target, name: str, place: str, root: str) -> tuple[Any, Any, dict[str, Any]]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from deploy import manifest, procfs, weights_store
+from deploy import manifest, procfs, room, weights_store
 from deploy.errors import DeployError
 from deploy.manifest import Progress, silent
 from trainer import status
@@ -25,7 +25,7 @@ File = tuple[int, int]  # device, inode
 _INCOMING = re.compile(r"\.(?!pruned-)(.+)\.incoming\.([^.]+)")  # see weights_store.incoming_of
 
 
-def listing(state: str, shm: str) -> list[dict[str, Any]]:
+def listing(state: str | None, shm: str | None) -> list[dict[str, Any]]:
     """Every copy, those in shared memory first, newest first.
 
     An item: path, name, digest, where (memory | disk), kind (weights | data), bytes (of all files, a blob
@@ -33,6 +33,7 @@ def listing(state: str, shm: str) -> list[dict[str, Any]]:
     ``<name>`` points to it), whole, partial (what an interrupted push left, and the next one goes on with),
     source, runs (ids that were started with it), processes (pids).
     """
+    state, shm = state or room.state_root(), shm or room.shm_root()
     places = [(Path(shm), "memory", "weights")]
     places += [(Path(state, kind), "disk", kind) for kind in ("weights", "data")]
     copies = [

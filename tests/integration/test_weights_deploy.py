@@ -1,16 +1,21 @@
-"""Weights over the life of a name: too large beside the old ones, gone after a reboot, deleted in mid-run."""
+"""Weights over the life of a name: too large beside the old ones, and deleted in mid-run."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from deployed import until
-from fabbed import Fab, project
+from deployed import Place, until
+
+from deploy import actions, execute, overview, settings, switch, weights_store
+from deploy.errors import DeployError
+from deploy.host import Local
+from deploy.target import Target
+from trainer import status
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -19,7 +24,8 @@ SIZE = 2 << 20  # bytes of a model; one fits into the tmpfs, two do not
 MAPPING = """\
 weights: {model}
 command:
-- python
+- python3
+- -S
 - -c
 - |
   import mmap, os, time
@@ -42,61 +48,86 @@ def write(model: Path, version: int) -> None:
 
 
 @pytest.fixture
-def fab(tmp_path: Path) -> Iterator[Fab]:
-    made = project(tmp_path)
-    found = next(made)
-    shm = found.root / "shm"
-    shm.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=755", "tmpfs", shm], check=True)
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path / "state")
+    (tmp_path / "shm").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=755", "tmpfs", tmp_path / "shm"], check=True)
     try:
-        yield found
-        next(made, None)
+        yield made
     finally:
-        subprocess.run(["umount", "--lazy", shm], check=True)
+        made.end_all()
+        subprocess.run(["umount", "--lazy", tmp_path / "shm"], check=True)
 
 
-def test_old_weights_go_first_come_back_and_are_missed_when_they_are_deleted(
-    fab: Fab, tmp_path: Path
+@pytest.fixture
+def goal(place: Place, tmp_path: Path) -> Target:
+    (tmp_path / "fabric.yaml").write_text("drafthouse: {}")
+    (tmp_path / "runs").mkdir()
+    write(tmp_path / "m", 1)
+    (tmp_path / "runs" / "demo.yaml").write_text(MAPPING.format(model=tmp_path / "m"))
+    host = settings.HostSettings(name="localhost", state=str(place.root), shm=str(tmp_path / "shm"))
+    return Target(settings.load_project(tmp_path), host, Local())
+
+
+def planned(goal: Target, **more: Any) -> Any:
+    return actions.plan_deploy("deploy", goal, actions.recipe(goal, None, None), **more)
+
+
+def deploy(goal: Target, said: list[str], **more: Any) -> str:
+    """The plan's text, once what it says is done."""
+    made, work = planned(goal, **more)
+    _, record = execute.start(made, goal.host, work, said.append)
+    outcome = switch.watch(goal.host, record, lambda step: None)
+    assert outcome.word == "done", outcome
+    return str(made)
+
+
+def log_of(run: status.RunDir) -> str:
+    return "".join(path.read_text() for path in sorted(run.log.glob("*.log")))
+
+
+def test_old_weights_go_first_where_both_do_not_fit_and_are_missed_when_they_are_deleted(
+    goal: Target, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, shm = tmp_path / "models" / "m", fab.root / "shm"
-    write(model, 1)
-    fab.file(MAPPING.format(model=model))
-    shown = fab.ok("deploy", "--no-follow")
+    shm, said = tmp_path / "shm", []
+    shown = deploy(goal, said)
     assert "memory    2.1 MB for the weights, of " in shown
     assert "what its command needs besides is not known" in shown
-    until(lambda: "version 1\n" in fab.log(fab.runs[0]))
     (first,) = (path for path in shm.iterdir() if "@" in path.name)
+    old = status.list_runs(place.root / "runs")[0]
+    until(lambda: "version 1\n" in log_of(old))
 
-    write(model, 2)  # both do not fit in together
-    refused = fab.run("deploy", "--no-follow")
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr.splitlines()[-1] == (
-        f"{shm} has 1.0 MB free, but the weights need 2.1 MB: 1.1 MB too little; the old ones ({first.name}, "
-        "2.1 MB) do not fit in beside them: --evict-first stops 0001-demo, evicts them, and only then brings "
-        "these"
-    )
-    assert fab.runs[0].alive()
-    both = fab.run("deploy", "--no-follow", "--evict-first", "--rollback-on-failure")
-    assert both.returncode == 2
-    assert f"needs the old weights ({first.name} (2.1 MB))" in both.stderr
-    assert fab.runs[0].alive()
-    shown = fab.ok("deploy", "--no-follow", "--evict-first")
+    write(tmp_path / "m", 2)
+    with pytest.raises(DeployError, match="--rollback-on-failure needs the old weights"):
+        planned(goal, evict_first=True, rollback=True)
+    assert old.alive()
+
+    with monkeypatch.context() as patch:  # it fails when the old ones are gone
+        patch.setattr(execute.weights, "bring", lambda *words: (_ for _ in ()).throw(DeployError("no")))
+        made, work = planned(goal, evict_first=True)
+        with pytest.raises(DeployError) as caught:
+            execute.start(made, goal.host, work, said.append)
     assert (
         f"evict     {first.name} (2.1 MB), since the new weights do not fit in beside it: 0001-demo is "
         "stopped first, and nothing runs until the new ones are there\n"
-    ) in shown
+    ) in str(made)
+    assert str(caught.value) == (
+        "no\n0001-demo may have been stopped by now: fab deploy --name demo --evict-first goes on; fab start "
+        "--name demo starts its release again, with its weights from where they came (if they do not fit in, "
+        "fab weights.evict m --host localhost first)"
+    )
+    assert said[-2:] == [
+        "stopping 0001-demo, so that its weights can go", f"{first} evicted: 2.1 MB of memory freed"
+    ]  # fmt: skip
     assert not first.exists()
-    assert [run.alive() for run in fab.runs] == [False, True]
-    until(lambda: "version 2\n" in fab.log(fab.runs[1]))
+    assert not old.alive()
 
+    assert "evict" not in deploy(goal, said, evict_first=True)  # there is room now
+    new = status.list_runs(place.root / "runs")[-1]
+    until(lambda: "version 2\n" in log_of(new))
     (second,) = (path for path in shm.iterdir() if "@" in path.name)
     (second / "model.safetensors").unlink()
-    said = fab.ok("status")
-    assert "its weights /" in said
-    assert " were deleted: a restart will not find them\n" in said
-    fab.ok("stop")
-
-    shutil.rmtree(second)  # as a reboot does
-    shown = fab.ok("start", "--no-follow")
-    assert f"weights are copied from {model} into shared memory again: {second}" in shown
-    until(lambda: "version 2\n" in fab.log(fab.runs[2]))
+    ((found,),) = overview.everywhere([goal], "demo", None)
+    gone = f"its weights {second}/model.safetensors were deleted: a restart will not find them"
+    assert gone[:60] in found.rows[-1].reason
+    assert weights_store.whole(second) is None

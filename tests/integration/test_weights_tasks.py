@@ -1,7 +1,12 @@
-"""`fab weights.*` and `fab data.*` against a host with a real sshd: pushed, listed, verified, evicted."""
+"""`fab weights.*` and `fab data.*`: pushed, listed, verified, evicted, and what is said when that cannot be.
+
+Most of it in the network and mount namespace of this machine, but as on another host: what an sshd adds is
+tested by test_push.py, and by the last test here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -14,8 +19,10 @@ from typing import Any
 import pytest
 from fabbed import FAB, call
 
-from deploy import CHECKOUT, target, weights_tasks
+from deploy import CHECKOUT, settings, weights_tasks
 from deploy.errors import DeployError
+from deploy.host import Local, NoPython
+from deploy.ssh import Ssh
 from deploy.target import Target
 
 pytestmark = [pytest.mark.root, pytest.mark.sshd, pytest.mark.slow]
@@ -32,16 +39,23 @@ sys.stdin.read()
 """
 
 
+class Beside(Local):
+    """This machine, taken for another one."""
+
+    is_local = False
+
+
 @pytest.fixture
-def goal(gpubox: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
-    for key, value in gpubox.environment.items():
-        monkeypatch.setenv(key, value)
-    found = target.one("gpu-box", gpubox.project(tmp_path / "project", runtime="process"))
-    yield found
-    found.host.close()
-    for place in (gpubox.state, gpubox.shm):
-        shutil.rmtree(place, ignore_errors=True)
-    gpubox.state.mkdir()
+def goal(tmp_path: Path) -> Iterator[Target]:
+    """A host whose state and shared memory are empty."""
+    for place in ("state", "shm"):
+        (tmp_path / place).mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "tmpfs", tmp_path / "shm"], check=True)
+    (tmp_path / "fabric.yaml").write_text("drafthouse: {}")
+    places = {"state": str(tmp_path / "state"), "shm": str(tmp_path / "shm")}
+    project = settings.load_project(tmp_path)
+    yield Target(project, settings.HostSettings(name="gpu-box", address="x", **places), Beside("gpu-box"))
+    subprocess.run(["umount", tmp_path / "shm"], check=True)
 
 
 @pytest.fixture
@@ -54,6 +68,12 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
+def fill(model: Path, version: int) -> None:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [600_000], "data_offsets": [0, 600_000]}}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes([version]) * 600_000
+    (model / "model.safetensors").write_bytes(data)
+
+
 def silent(text: str) -> None:
     pass
 
@@ -62,21 +82,20 @@ def push(goal: Target, directory: Path, kind: str = "weights", **more: Any) -> d
     return weights_tasks.push(goal, str(directory), kind, streams=1, progress=silent, **more)
 
 
-def test_weights_are_pushed_listed_verified_and_evicted(goal: Target, gpubox: Any, model: Path) -> None:
+def test_weights_are_pushed_listed_verified_and_evicted(goal: Target, model: Path) -> None:
     done = push(goal, model)
     size = sum(path.stat().st_size for path in model.iterdir())
     version = f"a model@{done['digest'][:12]}"
-    assert (done["path"], done["bytes"], done["sent"]) == (f"{gpubox.shm}/{version}", size, size)
+    assert (done["path"], done["bytes"], done["sent"]) == (f"{goal.settings.shm}/{version}", size, size)
     again = push(goal, model)
     assert (again["path"], again["sent"], again["done"]) == (done["path"], 0, "there already")
     staged, kept = weights_tasks.listing(goal)
     assert (staged["where"], staged["linked"], staged["whole"]) == ("memory", True, True)
     assert staged["memory"] >= size
-    assert (kept["path"], kept["memory"]) == (f"{gpubox.state}/weights/{version}", 0)
+    assert (kept["path"], kept["memory"]) == (f"{goal.settings.state}/weights/{version}", 0)
     assert staged["digest"] == kept["digest"] == done["digest"]
     shown = weights_tasks.table([staged, kept], "gpu-box")
     assert shown.splitlines()[1].startswith(f"memory  {version} ←  ")
-    assert weights_tasks.verify(goal, None, silent) == [(done["path"], [])]
     file = Path(done["path"], "model.safetensors")
     file.chmod(0o644)
     with open(file, "r+b") as damaged:
@@ -88,16 +107,14 @@ def test_weights_are_pushed_listed_verified_and_evicted(goal: Target, gpubox: An
     ((path, freed),) = weights_tasks.evict(goal, version, silent)
     assert path == done["path"]
     assert freed > size
-    assert [one["where"] for one in weights_tasks.listing(goal)] == ["disk"]
-    assert os.listdir(gpubox.shm) == [".a model.lock"]
+    assert os.listdir(str(goal.settings.shm)) == [".a model.lock"]
     assert push(goal, model)["sent"] == 0  # from the copy on disk
     assert weights_tasks.verify(goal, "a model", silent)[0][1] == []
 
 
-def test_weights_that_a_process_uses_are_not_evicted(
-    goal: Target, gpubox: Any, model: Path, tmp_path: Path
-) -> None:
+def test_weights_that_a_process_uses_are_not_evicted(goal: Target, model: Path, tmp_path: Path) -> None:
     """One has a file open; one has it mapped, at another path, as a process in a container does."""
+    fill(model, 1)
     done = push(goal, model)
     inside = tmp_path / "inside"
     inside.mkdir()
@@ -112,13 +129,16 @@ def test_weights_that_a_process_uses_are_not_evicted(
     try:
         assert [holder.stdout and holder.stdout.readline() for holder in holders] == [b"held\n"] * 2
         assert weights_tasks.listing(goal)[0]["processes"] == sorted(holder.pid for holder in holders)
-        (model / "config.json").write_text('{"a": 1}')
+        fill(model, 2)  # both do not fit in together
+        with pytest.raises(DeployError) as caught:
+            push(goal, model)
+        assert str(caught.value).startswith(f"{goal.settings.shm} has ")
+        assert " free, but the weights need 600 kB: " in str(caught.value)
+        assert "; --evict-first removes the other versions of a model before; fab weights" in str(
+            caught.value
+        )
         with pytest.raises(DeployError, match=f"^{done['path']} is used by process .*; stop what runs there"):
             push(goal, model, evict_first=True)
-        for holder in holders:
-            with pytest.raises(DeployError, match=rf"is used by .*process {holder.pid} \("):
-                weights_tasks.evict(goal, done["path"], silent)
-            holder.communicate()
         assert Path(done["path"], "model.safetensors").is_file()
     finally:
         for holder in holders:
@@ -130,25 +150,63 @@ def test_weights_that_a_process_uses_are_not_evicted(
     ]
 
 
-def test_data_go_to_the_disk(goal: Target, gpubox: Any, tmp_path: Path) -> None:
+def test_data_go_to_the_disk(goal: Target, tmp_path: Path) -> None:
     data = tmp_path / "mine"
     data.mkdir()
     (data / "a.arrow").write_bytes(b"x" * 999)
     done = push(goal, data, "data")
     assert Path(done["path"], "a.arrow").read_bytes() == b"x" * 999
-    assert Path(done["path"]).parent == gpubox.state / "data"
+    assert Path(done["path"]).parent == Path(str(goal.settings.state), "data")
     assert push(goal, data, "data")["sent"] == 0
-    there = gpubox.home / "there"
+    there = tmp_path / "there"
     shutil.copytree(data, there)
-    staged = weights_tasks.stage(goal, "/root/there", "data", progress=silent)
+    staged = weights_tasks.stage(goal, str(there), "data", progress=silent)
     assert (staged["done"], staged["bytes"]) == ("copied", 999)
-    again = weights_tasks.stage(goal, "/root/there", "data", progress=silent)
+    again = weights_tasks.stage(goal, str(there), "data", progress=silent)
     assert again == {**staged, "done": "there already"}
-    with pytest.raises(DeployError, match="data /root/nothing are no directory; name one on this host"):
-        weights_tasks.stage(goal, "/root/nothing", "data", progress=silent)
+    with pytest.raises(DeployError, match="data /no/thing are no directory; name one on this host"):
+        weights_tasks.stage(goal, "/no/thing", "data", progress=silent)
 
 
-def test_the_tasks_by_fab(goal: Target, gpubox: Any, model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_one_sentence(goal: Target, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        DeployError, match=rf"^weights {tmp_path}: config\.json is missing; copy the model ag"
+    ):
+        push(goal, tmp_path)
+    with pytest.raises(DeployError, match=r"^weights /no/model do not exist; name another$"):
+        push(goal, Path("/no/model"))
+    with pytest.raises(DeployError, match=r"^--streams 99 must be from 1 to 16$"):
+        weights_tasks.push(goal, str(model), "weights", streams=99, progress=silent)
+    with pytest.raises(DeployError, match=r"^\.\./etc is not among the copies on gpu-box; fab weights\.list"):
+        weights_tasks.evict(goal, "../etc", silent)
+    with pytest.raises(DeployError, match=r"^/etc/x is no copy in /etc; fab weights\.list shows what is th"):
+        weights_tasks._evict(goal, {"path": "/etc/x"}, silent)
+    assert os.listdir(str(goal.settings.shm)) == []
+
+
+def test_a_host_without_python_gets_weights_by_rsync(goal: Target, model: Path) -> None:
+    said: list[str] = []
+    host = Ssh("gpu-box", python="python9")
+    words = host._no_python()
+
+    class Bare(Beside):
+        def run(self, argv: Any, **options: Any) -> Any:
+            if argv[0] == self.python:
+                raise NoPython(words)
+            return super().run(argv, **options)
+
+    bare = dataclasses.replace(goal, host=Bare("gpu-box", "python9"))
+    done = weights_tasks.push(bare, str(model), "weights", progress=said.append)
+    assert said[0] == f"{words}; it goes by rsync this time, and no copy is kept on the disk there"
+    assert done["done"] == "pushed by rsync"
+    assert weights_tasks.listing(goal)[0]["whole"]
+    assert push(goal, model)["sent"] == 0
+    again = weights_tasks.push(goal, str(model), "weights", rsync=True, progress=silent)
+    assert again == {**done, "sent": 0, "seconds": again["seconds"], "streams": 0, "done": "there already"}
+
+
+def test_the_tasks_by_fab_over_ssh(gpubox: Any, model: Path, tmp_path: Path) -> None:
+    project = gpubox.project(tmp_path / "project", runtime="process")
     environment = {
         **os.environ,
         **gpubox.environment,
@@ -157,18 +215,18 @@ def test_the_tasks_by_fab(goal: Target, gpubox: Any, model: Path, tmp_path: Path
     }
 
     def fab(*words: str) -> subprocess.CompletedProcess[str]:
-        return call([*words, "--host", "gpu-box"], tmp_path / "project", environment, timeout=120)
+        return call([*words, "--host", "gpu-box"], project, environment, timeout=120)
 
-    done = fab("weights.push", str(model), "--streams", "2")
-    assert done.returncode == 0, done.stderr
-    assert f"{gpubox.shm}/a model@" in done.stdout
-    assert "pushed, 4.2 kB sent in " in done.stdout
-    assert "every byte read back there\n" in done.stdout
-    assert "Traceback" not in done.stderr
-    wrong = fab("weights.push", str(tmp_path))
-    assert (wrong.returncode, wrong.stdout) == (1, "")
-    assert wrong.stderr.splitlines()[0] == f"weights {tmp_path}: config.json is missing; copy the model again"
-    assert fab("weights.push", str(model), "--streams", "99").returncode == 2
-    listed = json.loads(fab("weights.list", "--json").stdout)
-    assert [one["where"] for one in listed] == ["memory", "disk"]
-    assert [one["whole"] for one in listed] == [True, True]
+    try:
+        done = fab("weights.push", str(model), "--streams", "2")
+        assert done.returncode == 0, done.stderr
+        assert f"{gpubox.shm}/a model@" in done.stdout
+        assert "pushed, 4.2 kB sent in " in done.stdout
+        assert "every byte read back there\n" in done.stdout
+        assert "Traceback" not in done.stderr
+        listed = json.loads(fab("weights.list", "--json").stdout)
+        assert [(one["where"], one["whole"]) for one in listed] == [("memory", True), ("disk", True)]
+    finally:
+        for place in (gpubox.state, gpubox.shm):
+            shutil.rmtree(place, ignore_errors=True)
+        gpubox.state.mkdir()

@@ -28,6 +28,7 @@ OLD = {
     "path": "/dev/shm/drafthouse/m@0123456789ab",
     "bytes": 53_000_000_000,
 }
+COPY = {**OLD, "where": "memory", "memory": OLD["bytes"], "processes": []}
 OTHER = ["python", "--output-dir", "/var/lib/drafthouse/names/demo/checkpoints"]
 
 
@@ -85,6 +86,10 @@ STOPS: list[tuple[str, str, dict, str]] = [
      "/dev/shm/drafthouse has 53 GB free, but the weights need 54 GB: 1.0 GB too little; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
     ("shm old", TOY, {"found": facts(shm={"free_bytes": 50_000_000_000}, weights=[OLD]), "weights": MODEL},
      "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB: 4.0 GB too little; the old ones (m@0123456789ab, 53 GB) do not fit in beside them: --evict-first evicts them before"),
+    ("shm live", TOY, {"found": facts(shm={"free_bytes": 50_000_000_000}, weights=[{**OLD, "name": "n"}], runs=[run(weights={"path": OLD["path"]})]), "weights": MODEL},
+     "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB: 4.0 GB too little; the old ones (n@0123456789ab, 53 GB) do not fit in beside them: --evict-first stops 0007-demo, evicts them, and only then brings these"),
+    ("shm held", TOY, {"found": facts(shm={"free_bytes": 50_000_000_000}, weights=[OLD]), "weights": MODEL, "copies": ({**COPY, "processes": [1]},)},
+     "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB: 4.0 GB too little; the old ones (m@0123456789ab, 53 GB) do not fit in beside them, and others use them: fab weights.list shows who"),
     ("shm other", TOY, {"found": facts(shm={"free_bytes": 50_000_000_000}, weights=[{**OLD, "name": "n"}]), "weights": MODEL},
      "/dev/shm/drafthouse has 50 GB free, but the weights need 54 GB: 4.0 GB too little; remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"),
     ("weights", TOY, {"weights": None, "weights_problems": ("weights /m do not exist; correct weights: in the run's file",)},
@@ -99,6 +104,11 @@ STOPS: list[tuple[str, str, dict, str]] = [
     ("switch", COMMAND, {"found": facts(switch={"demo": {"what": "switch", "by": "ann@desk", "since": 1_800_000_000.0 - 90}})},
      "a switch of demo has been under way for 90 s, by ann@desk; wait for it with --lock-wait SECONDS, or look with fab status"),
 ]  # fmt: skip
+
+
+def test_what_evict_first_removes_makes_room(tmp_path: Path) -> None:
+    found = facts(shm={"free_bytes": 50_000_000_000}, weights=[OLD])
+    assert failures(TOY, tmp_path, found=found, weights=MODEL, copies=(COPY,)) == ([], [])
 
 
 @pytest.mark.parametrize(

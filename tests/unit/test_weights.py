@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploy import hashing, machine, manifest, procfs, weights, weights_store
+from deploy import hashing, manifest, procfs, room, weights, weights_store
 from deploy.errors import DeployError
 from deploy.host import Local
 from deploy.weights import Weights
@@ -363,7 +363,7 @@ def test_the_memory_of_host_and_container_counts_on_a_tmpfs(
     )
     (tmp_path / "memory.max").write_text("max\n")
     assert weights_store.room_problem(*ask) is None
-    monkeypatch.setattr(machine, "memory", lambda: {"available": 1000, "room": None})
+    monkeypatch.setattr(room, "memory", lambda: {"available": 1000, "room": None})
     said = weights_store.room_problem(*ask)
     assert said
     assert said.startswith("this host has 1.0 kB of memory free, but weights /m need 700 kB of it")
