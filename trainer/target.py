@@ -30,8 +30,10 @@ class Target:
     def load(
         cls, directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
     ) -> Target:
-        """Load a model directory; its safetensors are mapped, not read twice. Raises InputError if it is
-        damaged.
+        """Load a model directory. Raises InputError if it is damaged.
+
+        Its safetensors are mapped: on the CPU they stay so, and a device gets them tensor by tensor, without
+        a second copy in memory. With another `dtype` than the files' own they are converted, into a copy.
         """
         read_config(directory)
         check_weights(directory)

@@ -52,7 +52,7 @@ def test_only_what_nobody_else_uses_goes_and_no_more_than_needed(
         ("weights: /m\ntrainer: {}\nmemory: 64g", "compose", 2, 64 << 30, "memory: 64g"),
         ("command: [a]\nmemory: 64g", "compose", 0, 64 << 30, "memory: 64g"),
         ("command: [a]", "compose", 0, 0, "what its command needs besides is not known"),
-        ("weights: /m\ntrainer: {}", "compose", 0, 10**9 + (1 << 30), "1 process and its container's /dev/shm"),
+        ("weights: /m\ntrainer: {}", "compose", 0, 10**9 + 2**30, "1 process and its container's /dev/shm"),
     ],
 )  # fmt: skip
 def test_a_run_needs_what_its_file_says_or_what_our_trainer_is_known_to_need(

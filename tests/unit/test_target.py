@@ -29,6 +29,17 @@ def test_an_output_head_that_the_objective_does_not_know_is_refused(tmp_path: Pa
         Target.load(tmp_path)
 
 
+def test_weights_in_their_own_precision_are_mapped_and_not_copied(tmp_path: Path) -> None:
+    """(What that means for the memory is measured by bench/loading.py.)"""
+    place = tiny.target_directory(tmp_path / "a")
+    target = Target.load(place)
+    words = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [[int(end, 16) for end in one[0].split("-")] for one in words if one[-1].startswith(str(place))]
+    for name, parameter in target.model.named_parameters():
+        address = parameter.data_ptr()
+        assert any(first <= address < last for first, last in ranges), name
+
+
 @pytest.mark.parametrize("sample", [None, 4096], ids=["whole", "only the ends of large weights"])
 def test_a_target_is_named_by_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: int | None
