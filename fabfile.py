@@ -70,7 +70,7 @@ def deploy(
     goal = target.one(host, ROOT, accept_new_host_key)
     looks_only = dry_run or context.config.run.dry
     shown = {"looks_only": looks_only, "json": json, "no_follow": no_follow, "lock_wait": patience}
-    ways = {"install": not no_install, "build": build, "evict_first": evict_first}
+    ways: dict[str, Any] = {"install": not no_install, "build": build, "evict_first": evict_first}
     return conduct.change("deploy", goal, run, name, set, rollback=rollback_on_failure, **ways, **shown)
 
 
@@ -107,7 +107,7 @@ def restart(
     shown = {"looks_only": looks_only, "json": json, "no_follow": no_follow, "lock_wait": patience}
     if same:
         return conduct.again("restart", goal, run, name, install=not no_install, **shown)
-    ways = {"install": not no_install, "build": build, "evict_first": evict_first}
+    ways: dict[str, Any] = {"install": not no_install, "build": build, "evict_first": evict_first}
     return conduct.change("restart", goal, run, name, set, rollback=rollback_on_failure, **ways, **shown)
 
 
@@ -226,7 +226,7 @@ def plan(
     patience = waits(lock_wait)
     goal = target.one(host, ROOT, accept_new_host_key)
     shown = {"looks_only": True, "json": json, "no_follow": True, "lock_wait": patience}
-    ways = {"install": not no_install, "build": build, "evict_first": evict_first}
+    ways: dict[str, Any] = {"install": not no_install, "build": build, "evict_first": evict_first}
     return conduct.change("deploy", goal, run, name, set, **ways, **shown)
 
 
@@ -656,7 +656,7 @@ def push_weights(
     from deploy import target
 
     goal = target.one(host, ROOT, accept_new_host_key)
-    how = {"streams": streams, "rsync": rsync, "evict_first": evict_first}
+    how: dict[str, Any] = {"streams": streams, "rsync": rsync, "evict_first": evict_first}
     return conduct.pushed(goal, "weights", directory, json=json, **how)
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import USAGE, DeployError, nearest
-from deploy.probe import number, state_root
+from deploy.probe import number
+from deploy.room import state_root
 from trainer import status
 
 SCHEMA = 1

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy import figures
-from deploy.probe import Probe, state_root
+from deploy.probe import Probe
+from deploy.room import state_root
 from deploy.segments import BLOCK, Segments
 
 ALIVE = 1.0  # seconds between two signs of life
