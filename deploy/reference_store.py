@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import USAGE, DeployError, nearest
-from deploy.probe import state_root
+from deploy.room import state_root
 from trainer import status
 
 
