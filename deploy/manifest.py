@@ -22,17 +22,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from deploy import hashing
 from deploy.errors import DeployError
+from deploy.pieces import Chunk, Reader
 from deploy.sizes import size
 
 FILE = ".drafthouse.json"
 CHUNK = 8 << 20  # bytes: what is sent, checked and, if it got lost, sent again in one piece
-BLOCK = (
-    64 << 10
-)  # bytes read, hashed and written at a time: they stay in the CPU's cache, which is 3 × as fast
 TELL = 10.0  # seconds between two reports of how far a long step is
 THREADS = min(8, os.cpu_count() or 1)
 _HEX = 32  # digits of a chunk's hash
@@ -43,15 +41,6 @@ Progress = Callable[[str], None]
 
 def silent(text: str) -> None:
     """A report that nobody reads."""
-
-
-class Chunk(NamedTuple):
-    """A piece of a file, the smallest thing that is sent. `hash` is in hex; "" if it is not known."""
-
-    relative: str
-    offset: int
-    length: int
-    hash: str
 
 
 # -- the files ---------------------------------------------------------------------------------------------
@@ -185,63 +174,6 @@ def digest_of(manifest: dict[str, Any]) -> str:
 
 def tree_digest(source: Path, progress: Progress = silent) -> str:
     return str(read(source, "", progress)["digest"])
-
-
-class Reader:
-    """Reads and hashes chunks of the files below a directory, from any thread."""
-
-    def __init__(self, root: Path, hash_name: str) -> None:
-        self.root, self._new = root, hashing.function(hash_name)
-        self._own = threading.local()
-
-    def hash(self, one: Chunk, copy: int | None = None) -> bytes:
-        """The hash of a chunk; with `copy`, the descriptor of a file, of what it is there once written.
-
-        Raises DeployError if the file cannot be read or is too short, OSError if it cannot be written.
-        """
-        path, hasher = self.root / one.relative, self._new()
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DeployError(f"{path} cannot be read: {error.strerror}") from None
-        try:
-            for offset in range(one.offset, one.offset + one.length, BLOCK):
-                view = self._view(min(BLOCK, one.offset + one.length - offset))
-                _fill(view, file, offset, path)
-                if copy is not None:
-                    put(copy, view, offset)
-                    _fill(view, copy, offset, path)
-                hasher.update(view)
-        finally:
-            os.close(file)
-        found: bytes = hasher.digest()
-        return found
-
-    def _view(self, length: int) -> memoryview:
-        """This thread's buffer."""
-        found: memoryview | None = getattr(self._own, "buffer", None)
-        if found is None:
-            found = self._own.buffer = memoryview(bytearray(BLOCK))
-        return found[:length]
-
-
-def _fill(view: memoryview, file: int, offset: int, path: Path) -> None:
-    done = 0
-    while done < len(view):
-        try:
-            count = os.preadv(file, [view[done:]], offset + done)
-        except OSError as error:
-            raise DeployError(f"{path} cannot be read: {error.strerror}") from None
-        if not count:
-            raise DeployError(f"{path} became shorter while it was read")
-        done += count
-
-
-def put(file: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` there. Raises OSError."""
-    while data:
-        count = os.pwrite(file, data, offset)
-        data, offset = data[count:], offset + count
 
 
 def parallel(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy import manifest, weights_store
+from deploy import pieces as piecewise
 from deploy.errors import DeployError
 from deploy.manifest import Chunk, Told
 
@@ -105,8 +106,9 @@ def stream(incoming: str, digest: str, controller: int) -> None:
     if wanted is None or wanted["digest"] != digest or not _lives(controller):
         raise DeployError(f"{incoming} is not there any more; begin again")
     pieces = manifest.chunks(wanted)
-    buffer = memoryview(bytearray(manifest.BLOCK))
-    with contextlib.closing(weights_store.Files(root)) as opened:
+    piecewise.widen(0)
+    buffer = memoryview(bytearray(piecewise.BLOCK))
+    with contextlib.closing(piecewise.Files(root)) as opened:
         while _fill(buffer[:HEAD]):
             number = int(bytes(buffer[:HEAD]))
             one = pieces[number]
@@ -115,7 +117,7 @@ def stream(incoming: str, digest: str, controller: int) -> None:
                 count = os.readv(0, [buffer[: min(len(buffer), end - offset)]])
                 if not count:
                     return
-                manifest.put(file, buffer[:count], offset)
+                piecewise.put(file, buffer[:count], offset)
                 offset += count
             _write(f"{number}\n")
 

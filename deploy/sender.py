@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy import manifest, onhost, receiver
+from deploy import pieces as piecewise
 from deploy.errors import DeployError
 from deploy.host import Host, HostError
 from deploy.manifest import Chunk, Progress
@@ -34,7 +35,6 @@ MOST = 16  # streams that can be asked for
 ROUND_TRIP = 0.015  # seconds: for each one more stream, since at most 2 MiB of each are on their way
 PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0)  # seconds before each further try after a lost link
 SAME = 3  # times that a chunk may arrive damaged
-_PIPE = 1 << 20  # bytes: what Linux lets a pipe hold
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class _Stream:
         self.underway: set[int] = set()
         assert process.stdin
         assert process.stdout
-        _widen(process.stdin.fileno())
+        piecewise.widen(process.stdin.fileno())
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._feed, self._hear)]
         for thread in self._threads:
             thread.start()
@@ -298,13 +298,6 @@ class _Stream:
         onhost.close(self.process)
 
 
-def _widen(pipe: int) -> None:
-    with contextlib.suppress(ImportError, OSError):
-        from fcntl import F_SETPIPE_SZ, fcntl  # Linux
-
-        fcntl(pipe, F_SETPIPE_SZ, _PIPE)
-
-
 def _write(out: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
@@ -331,7 +324,7 @@ def _pour(source: Path, one: Chunk, out: int) -> None:
                     continue
             else:
                 try:
-                    data = os.pread(file, min(_PIPE, end - offset), offset)
+                    data = os.pread(file, min(piecewise.PIPE, end - offset), offset)
                 except OSError as error:
                     raise DeployError(f"{path} cannot be read: {error.strerror}") from None
                 _write(out, data)

@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,9 +191,13 @@ def prepare(incoming: Path, wanted: dict[str, Any], what: str, key: str, progres
         if problem:
             raise DeployError(problem)
         told = Told("reserved", sum(lengths.values()), progress)
-        for relative, length in lengths.items():
-            _reserve(incoming / _inside(relative), length)
-            told.add(length)
+
+        def reserve(one: tuple[str, int]) -> None:
+            _reserve(incoming / _inside(one[0]), one[1])
+            told.add(one[1])
+
+        for _ in manifest.parallel(reserve, list(lengths.items())):
+            pass
     except BaseException as error:
         if new:
             shutil.rmtree(incoming, ignore_errors=True)
@@ -344,18 +347,17 @@ def _copy(
     try:
         pieces = manifest.chunks(given)
         told = Told("copied", sum(one.length for one in pieces), progress)
-        reader, opened = manifest.Reader(source, given["hash"]), Files(incoming)
+        reader = manifest.Reader(source, given["hash"])
 
         def copy(one: Chunk) -> tuple[Chunk, bytes]:
-            found = reader.hash(one, opened[one.relative])
+            found = reader.copy(one, incoming)
             if one.hash not in ("", found.hex()):
                 where = f"{source / one.relative} is damaged near byte {one.offset:,}"
                 raise DeployError(f"{where}; push it again")
             told.add(one.length)
             return one, found
 
-        with contextlib.closing(opened):
-            made = manifest.fill(given, manifest.parallel(copy, pieces))
+        made = manifest.fill(given, manifest.parallel(copy, pieces))
         if made["digest"] != digest or (not ours and manifest.stamp_of(source) != given["stamp"]):
             raise DeployError(f"{what} changed while they were copied; deploy again when they are whole")
         publish(incoming, target, made, durable)
@@ -364,24 +366,3 @@ def _copy(
         if isinstance(error, OSError):
             raise DeployError(f"{what} could not be copied to {target}: {error.strerror}") from None
         raise
-
-
-class Files:
-    """The files of an incoming directory, opened for writing at their first use, from any thread."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._open: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def __getitem__(self, relative: str) -> int:
-        with self._lock:
-            if relative not in self._open:
-                flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._open[relative] = os.open(self.root / relative, flags)
-            return self._open[relative]
-
-    def close(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
