@@ -161,6 +161,48 @@ def open(host: Host, function: str, *arguments: Any, bulk: bool = False) -> subp
     return process
 
 
+class Ahead:
+    """A connection that is made before it is known what it will be for. `open` takes it, or a new one."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._made: list[subprocess.Popen[bytes]] = []
+        self._failed: list[HostError] = []
+        self._thread: threading.Thread | None = threading.Thread(target=self._make, daemon=True)
+        self._thread.start()
+
+    def _make(self) -> None:
+        try:
+            self._made.append(_bulk(self._host, command(self._host, "-c", _LOADER)))
+        except HostError as error:
+            self._failed.append(error)
+
+    def open(self, function: str, *arguments: Any) -> subprocess.Popen[bytes]:
+        """As `open` does it with `bulk`. Raises HostError."""
+        self._join()
+        if self._failed:
+            raise self._failed.pop()
+        if not self._made:
+            return open(self._host, function, *arguments, bulk=True)
+        process = self._made.pop()
+        feed(process, [sent(self._host, function, arguments, "open")], end=False)
+        return process
+
+    def close(self) -> None:
+        """End a connection that nobody has taken."""
+        self._join()
+        self._failed.clear()
+        for process in self._made:
+            kill(process)
+            close(process)
+        self._made.clear()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
 def _bulk(host: Host, argv: Sequence[str]) -> subprocess.Popen[bytes]:
     started: subprocess.Popen[bytes] = getattr(host, "bulk", host.open_stream)(argv)
     return started

@@ -140,6 +140,17 @@ def put(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
+def pour(pipe: int, file: int, offset: int, most: int, buffer: memoryview) -> int:
+    """Write what a pipe holds into a file, `most` bytes at most; the count, 0 at its end. Raises OSError."""
+    splice = getattr(os, "splice", None)  # of Linux, from Python 3.10 on: it moves each byte once
+    if splice is not None:
+        with contextlib.suppress(OSError):  # no pipe, or not into this file system; or it comes again
+            return int(splice(pipe, file, most, offset_dst=offset))
+    count = os.readv(pipe, [buffer[:most]])
+    put(file, buffer[:count], offset)
+    return count
+
+
 def widen(pipe: int) -> None:
     """Let a pipe hold as much as it may, so that its two ends wait for each other less often."""
     with contextlib.suppress(ImportError, AttributeError, OSError):

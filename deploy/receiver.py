@@ -39,9 +39,9 @@ def control(target: str, wanted: dict[str, Any], durable: bool, link: bool) -> N
     """Have `wanted`, a manifest, at `target`; see `deploy.sender`, which speaks with it.
 
     Says ``told`` (progress), ``there`` (nothing to do) or ``missing`` ([first, last + 1] of runs of chunks)
-    with ``cpus``, ``pid`` and ``incoming``. Then it answers each line of stdin: ``ping`` with ``pong``;
-    ``finish`` with ``missing`` (what did not arrive whole) or ``done``. ``here`` only tells that somebody is.
-    Raises DeployError for no room and the like.
+    with ``cpus``, ``kernel``, ``pid`` and ``incoming``. Then it answers each line of stdin: ``ping`` with
+    ``pong``; ``finish`` with ``missing`` (what did not arrive whole) or ``done``. ``here`` only tells that
+    somebody is. Raises DeployError for no room and the like.
     """
     path = Path(target)
     incoming, name = weights_store.incoming_of(path), weights_store.base(path)
@@ -69,7 +69,8 @@ def control(target: str, wanted: dict[str, Any], durable: bool, link: bool) -> N
             shutil.rmtree(incoming, ignore_errors=True)
         weights_store.prepare(incoming, wanted, what, key, progress)
         (incoming / manifest.FILE).write_text(json.dumps(wanted), encoding="ascii")
-        words = {"cpus": os.cpu_count() or 1, "pid": os.getpid(), "incoming": str(incoming)}
+        words: dict[str, Any] = {"cpus": os.cpu_count() or 1, "kernel": kernel()}
+        words.update(pid=os.getpid(), incoming=str(incoming))
         _say({"missing": runs(missing), **words})
         while True:
             word = said.get()
@@ -114,12 +115,18 @@ def stream(incoming: str, digest: str, controller: int) -> None:
             one = pieces[number]
             file, offset, end = opened[one.relative], one.offset, one.offset + one.length
             while offset < end:
-                count = os.readv(0, [buffer[: min(len(buffer), end - offset)]])
+                count = piecewise.pour(0, file, offset, min(len(buffer), end - offset), buffer)
                 if not count:
                     return
-                piecewise.put(file, buffer[:count], offset)
                 offset += count
             _write(f"{number}\n")
+
+
+def kernel() -> str:
+    """Which running kernel this is: two machines that say the same are one, however they are reached."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
 
 
 def _end_with(controller: int, directory: int) -> None:

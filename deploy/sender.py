@@ -128,13 +128,14 @@ class _Sending:
             raise
         self.connected = True
         control = Control(self.host, process)
+        self.ahead = onhost.Ahead(self.host)  # the first stream's connection, while the host makes room
         try:
             said = control.answer(self.progress, "missing", "there")
             if "there" in said:
                 self.there = self.total
                 return
             self._missing(said["missing"])
-            count = streams or _count(self.host, said["cpus"], control.round_trip())
+            count = streams or _count(said["cpus"], said["kernel"], control.round_trip())
             while self.pending:
                 self._send((said["incoming"], self.wanted["digest"], said["pid"]), count)
                 control.say("finish")
@@ -146,6 +147,7 @@ class _Sending:
             control.say("finish")  # all was there, but not yet under its name
             control.answer(self.progress, "done")
         finally:
+            self.ahead.close()
             control.close()
 
     def _missing(self, runs: list[list[int]]) -> None:
@@ -187,7 +189,7 @@ class _Sending:
         if self.failure or not self.pending:
             return
         try:
-            process = onhost.open(self.host, "deploy.receiver:stream", *words, bulk=True)
+            process = self.ahead.open("deploy.receiver:stream", *words)
         except HostError as error:
             if not any(one.alive for one in self.live):
                 raise Lost(str(error)) from None
@@ -336,9 +338,12 @@ def _pour(source: Path, one: Chunk, out: int) -> None:
         os.close(file)
 
 
-def _count(host: Host, cpus: int, round_trip: float) -> int:
-    """How many streams: one for each core that both sides have, and more over a long way."""
-    if host.is_local:
-        return min(2, cpus)
+def _count(cpus: int, kernel: str, round_trip: float) -> int:
+    """How many streams: one for each core that both sides have, and more over a long way.
+
+    Where both sides are the same machine (a container, a network namespace), they share its cores.
+    """
     cores = min(os.cpu_count() or 1, cpus, 8)
+    if kernel and kernel == receiver.kernel():
+        cores = max(1, cores // 2)
     return max(1, min(max(cores, round(round_trip / ROUND_TRIP)), 8))
