@@ -78,7 +78,7 @@ def run(
             progress = re.match(r"\s*([\d,]+)\s+\d+%\s+(\S+/s)", line)
             if progress and time.monotonic() - told > SIGN_OF_LIFE:
                 done = int(progress[1].replace(",", ""))
-                report(f"{host.name}: {what}: {size(done)} of {size(total)}, {progress[2]}")
+                report(f"{host.name}: {what}, {size(done)} of {size(total)}, {progress[2]}")
                 told = time.monotonic()
             whole = re.match(r"sent ([\d,]+) bytes\s+received ([\d,]+) bytes", line)
             if whole:
