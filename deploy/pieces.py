@@ -6,6 +6,7 @@ Runs on both sides. Standard library only, Python >= 3.9.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -85,8 +86,13 @@ class Reader:
         """This thread's buffer."""
         found: memoryview | None = getattr(self._own, "buffer", None)
         if found is None:
-            found = self._own.buffer = memoryview(bytearray(BLOCK))
+            found = self._own.buffer = buffer()
         return found[:length]
+
+
+def buffer() -> memoryview:
+    """A block of memory. At the begin of a page, where the kernel copies to it twice as fast on some CPUs."""
+    return memoryview(mmap.mmap(-1, BLOCK))
 
 
 class Files:

@@ -108,7 +108,7 @@ def stream(incoming: str, digest: str, controller: int) -> None:
         raise DeployError(f"{incoming} is not there any more; begin again")
     pieces = manifest.chunks(wanted)
     piecewise.widen(0)
-    buffer = memoryview(bytearray(piecewise.BLOCK))
+    buffer = piecewise.buffer()
     with contextlib.closing(piecewise.Files(root)) as opened:
         while _fill(buffer[:HEAD]):
             number = int(bytes(buffer[:HEAD]))
