@@ -6,6 +6,7 @@ fabfile.py makes its menu with `task`; what a task does once its flags are read 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import shutil
@@ -22,6 +23,9 @@ from invoke import Collection, Context, Exit
 
 from deploy import early, interrupt, output
 from deploy.errors import USAGE, DeployError
+
+# What is imported lives as long as we do: looking through it again and again is a tenth of a short command.
+gc.set_threshold(100_000)
 
 HELP = {
     "host": "a host of fabric.yaml or of the SSH configuration (default: localhost)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import queue
 import shlex
 import threading
@@ -12,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import again, details, drift_check, health_words, mask
+from deploy import again, details, health_words, mask
 from deploy.errors import USAGE, DeployError, either, nearest
 from deploy.health import Verdict, number, table, verdict
 from deploy.runtimes import compose
 from deploy.target import Target
 
-SAMPLE = 0.4  # seconds between two readings of CPU use
+SAMPLE = 0.3  # seconds between two readings of CPU use
 PATIENCE = 2.0  # seconds after which the hosts that have answered are shown, without those that have not
+COMPARES = "deploy.drift_check"  # takes as long to import as a question to a near host, so meanwhile it is
 MOVING = ("training", "checkpointing", "slow")  # verdicts of a run that gets nearer to its end
 
 
@@ -57,6 +59,8 @@ def rows(goal: Target, facts: Mapping[str, Any], name: str | None, run_id: str |
 
     A run in progress is always among them, and a newer one that nobody will begin hides none.
     """
+    from deploy import drift_check  # see COMPARES
+
     wanted = [
         run
         for run in facts["runs"]
@@ -199,6 +203,7 @@ def everywhere(
         except DeployError as error:
             return Answer(goal, error=str(error))
 
+    threading.Thread(target=importlib.import_module, args=[COMPARES], daemon=True).start()
     if len(goals) == 1:  # in this thread: its Ctrl-C ends the asking at once
         yield [ask(goals[0])]
         return
