@@ -31,7 +31,8 @@ from deploy.manifest import Chunk, Told
 HEAD = 12  # bytes before each chunk of a stream: its number, in decimal
 SILENCE = 60.0  # seconds without a word of our client, which says one every few, until it is taken for lost
 LOOK = 1.0  # seconds between two looks of a stream at whether `control` lives
-DRAIN = 5.0  # seconds that a stream goes on reading after that
+DRAIN = 5.0  # seconds without a byte after that, until a stream ends, ...
+DRAIN_MOST = 20.0  # ... and altogether
 STRAGGLERS = 30.0  # seconds that a new `control` gives the streams of the last one
 
 
@@ -102,7 +103,8 @@ def stream(incoming: str, digest: str, controller: int) -> None:
     root = Path(incoming)
     own = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(own, fcntl.LOCK_SH)  # until we end
-    threading.Thread(target=_end_with, args=(controller, own), daemon=True).start()
+    taken = [0]  # bytes so far
+    threading.Thread(target=_end_with, args=(controller, own, taken), daemon=True).start()
     wanted = manifest.of_copy(root)
     if wanted is None or wanted["digest"] != digest or not _lives(controller):
         raise DeployError(f"{incoming} is not there any more; begin again")
@@ -119,6 +121,7 @@ def stream(incoming: str, digest: str, controller: int) -> None:
                 if not count:
                     return
                 offset += count
+                taken[0] += count
             _write(f"{number}\n")
 
 
@@ -129,11 +132,14 @@ def kernel() -> str:
     return ""
 
 
-def _end_with(controller: int, directory: int) -> None:
+def _end_with(controller: int, directory: int, taken: list[int]) -> None:
     while _lives(controller) and _awaited(directory):
         time.sleep(LOOK)
-    if _awaited(directory):
-        time.sleep(DRAIN)  # what a killed client had sent still comes, and then the end of stdin
+    # What a killed client had sent still comes, and then the end of stdin.
+    before, end = -1, time.monotonic() + DRAIN_MOST
+    while _awaited(directory) and taken[0] != before and time.monotonic() < end:
+        before = taken[0]
+        time.sleep(DRAIN)
     os._exit(1)
 
 
