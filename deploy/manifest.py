@@ -47,10 +47,13 @@ def silent(text: str) -> None:
 
 
 def name_of(source: Path) -> str:
-    """What a copy of `source` is called: its last part; in Hugging Face's cache the model's name."""
+    """What a copy of `source` is called: its last part; in Hugging Face's cache the model's name.
+
+    Without dots before it: what is hidden in the places of copies is on its way in or out.
+    """
     resolved = source.resolve()
     cached = _CACHE.fullmatch(str(resolved))
-    return cached[1] if cached else resolved.name
+    return cached[1] if cached else resolved.name.lstrip(".") or resolved.name
 
 
 def walk(source: Path) -> Iterator[tuple[str, Path]]:

@@ -18,6 +18,7 @@ from deploy.sizes import age, size
 DRAW = 0.2  # seconds between two drawings of the line
 TELL = 10.0  # seconds between two lines without a terminal
 SPAN = 10.0  # seconds that the rate is taken over
+ENOUGH = 256 << 10  # bytes that tell a rate
 WIDTH = 80  # characters of a line, where the terminal does not say
 
 
@@ -28,7 +29,7 @@ class Meter:
         self._say = say
         self._out = out if out is not None and out.isatty() else None
         self._files: dict[str, list[int]] = {}  # name: [bytes that are there, bytes]
-        self._done = self._total = 0
+        self._done = self._total = self._begun = 0
         self._recent: deque[tuple[float, int]] = deque()
         self._last, self._current, self._drawn = time.monotonic(), "", False
 
@@ -42,6 +43,7 @@ class Meter:
             counts[1] += one.length
             self._done += there
             self._total += one.length
+        self._begun = self._done
         self._recent = deque([(time.monotonic(), self._done)])
 
     def add(self, one: Chunk) -> None:
@@ -62,7 +64,7 @@ class Meter:
         if self._out is None:
             self._say(self.line())
         else:
-            self._out.write(f"\r\x1b[K{self.line()[: self._columns() - 1]}")
+            self._out.write(f"\r\x1b[K{self.line(self._columns() - 1)}")
             self._out.flush()
             self._drawn = True
 
@@ -79,19 +81,25 @@ class Meter:
         self._wipe()
         self._say(text)
 
-    def line(self) -> str:
+    def line(self, columns: int = 200) -> str:
         """``model-3.safetensors 1.2 of 4.0 GB, 24 s left · all 12 of 54 GB at 118 MB/s, 5 min left``."""
         rate = self.rate()
         here, length = self._files[self._current]
         last = self._current.rpartition("/")[2][-48:]
         name = "".join(char if char.isprintable() else " " for char in last)
-        file = f"{name} {_of(here, length)}{_left(length - here, rate)}"
-        left = _left(self._total - self._done, rate)
-        return f"{file} · all {_of(self._done, self._total)} at {size(rate)}/s{left}"
+        file = f" {_of(here, length)}{_left(length - here, rate)}"
+        whole = f" · all {_of(self._done, self._total)}"
+        whole += f" at {size(rate)}/s{_left(self._total - self._done, rate)}" if rate else ""
+        if len(name) + len(file) + len(whole) > columns:  # what is said of it all is what people wait for
+            file = f" {_of(here, length)}"
+        room = columns - len(file) - len(whole)
+        if len(name) > room:
+            name = f"…{name[1 - room :]}" if room > 1 else ""
+        return f"{name}{file}{whole}"[:columns]
 
     def rate(self) -> float:
-        """Bytes a second, of the last moments."""
-        if len(self._recent) < 2:
+        """Bytes a second, of the last moments; 0 while too little has arrived to tell."""
+        if len(self._recent) < 2 or self._done - self._begun < ENOUGH:
             return 0.0
         (then, before), (now, done) = self._recent[0], self._recent[-1]
         return (done - before) / max(now - then, 1e-3)

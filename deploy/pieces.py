@@ -19,6 +19,7 @@ from deploy.errors import DeployError
 # Bytes read, hashed and written at a time: smaller ones wait more for Python than for memory, larger ones do
 # not stay in the CPU's cache until they are read back.
 BLOCK = 512 << 10
+OPEN = 64  # files that are filled at a time; a process may have 1,024 open, and a directory more files
 PIPE = 1 << 20  # bytes: what Linux lets a pipe hold
 
 
@@ -96,14 +97,18 @@ def buffer() -> memoryview:
 
 
 class Files:
-    """The files of a directory that is filled, opened for writing at their first use."""
+    """The files of a directory that is filled, opened for writing at their first use; some stay open."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._open: dict[str, int] = {}
 
     def __getitem__(self, relative: str) -> int:
-        if relative not in self._open:
+        if relative in self._open:
+            self._open[relative] = self._open.pop(relative)  # the newest
+        else:
+            if len(self._open) >= OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
             self._open[relative] = os.open(self.root / relative, flags)
         return self._open[relative]

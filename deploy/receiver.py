@@ -30,6 +30,7 @@ from deploy.manifest import Chunk, Told
 
 HEAD = 12  # bytes before each chunk of a stream: its number, in decimal
 SILENCE = 60.0  # seconds without a word of our client, which says one every few, until it is taken for lost
+LATE = 3  # exit code of a stream that has come too late
 LOOK = 1.0  # seconds between two looks of a stream at whether `control` lives
 DRAIN = 5.0  # seconds without a byte after that, until a stream ends, ...
 DRAIN_MOST = 20.0  # ... and altogether
@@ -107,7 +108,8 @@ def stream(incoming: str, digest: str, controller: int) -> None:
     threading.Thread(target=_end_with, args=(controller, own, taken), daemon=True).start()
     wanted = manifest.of_copy(root)
     if wanted is None or wanted["digest"] != digest or not _lives(controller):
-        raise DeployError(f"{incoming} is not there any more; begin again")
+        os.write(2, f"{incoming} is not there any more\n".encode())
+        os._exit(LATE)  # not as after an error, which another try would meet again
     pieces = manifest.chunks(wanted)
     piecewise.widen(0)
     buffer = piecewise.buffer()

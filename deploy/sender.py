@@ -138,6 +138,7 @@ class _Sending:
             count = streams or _count(said["cpus"], said["kernel"], control.round_trip())
             while self.pending:
                 self._send((said["incoming"], self.wanted["digest"], said["pid"]), count)
+                self._refuse_changed()
                 control.say("finish")
                 answer = control.answer(self.progress, "missing", "done")
                 if "done" in answer:
@@ -155,6 +156,14 @@ class _Sending:
         left = sum(self.pieces[number].length for number in self.pending)
         self.there, self.arrived = self.total - left, 0
         self.meter.begin(self.pieces, set(self.pending))
+
+    def _refuse_changed(self) -> None:
+        """Raise DeployError if a file is not what it was: also one of which what was announced has gone."""
+        now, then = manifest.stamp_of(self.source), self.wanted["stamp"]
+        for name in sorted({*now, *then}):
+            if now.get(name) != then.get(name):
+                what = f"{self.source / name} changed while it was sent"
+                raise DeployError(f"{what}; push it again when it is whole")
 
     def _look_again(self) -> None:
         """Whether what did not arrive as announced is still here as it was announced. Raises DeployError."""
@@ -290,6 +299,8 @@ class _Stream:
             for line in self.process.stdout:
                 self.sending.written(self, int(line))
         words = onhost.last_words(self.process) if self.underway else ""
+        if self.process.returncode == 1 and not words.startswith("exit code"):  # it has met an error there
+            self.sending.fail(DeployError(f"{self.sending.host.name}: {words}"))
         self.sending.ended(self, words)
 
     def end(self, kill: bool) -> None:

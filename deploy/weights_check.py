@@ -6,6 +6,7 @@ Runs on both sides. Standard library only, Python >= 3.9.
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from deploy.errors import DeployError
 from deploy.manifest import walk
 from deploy.sizes import size
 
+NO_FILE = "is no regular file"
 _LARGEST_HEADER = 100 << 20  # what safetensors itself accepts
 
 
@@ -25,12 +27,21 @@ def check_model_dir(path: Path) -> list[str]:
     """
     try:
         kind = typedpath.look(path, f"weights {path}")
+        nothing = kind == typedpath.DIRECTORY and not any(path.iterdir())
     except DeployError as error:
         return [str(error)]
+    except OSError as error:
+        return [f"weights {path} cannot be read: {error.strerror}"]
     if not kind:
         return [f"weights {path} do not exist; correct weights: in the run's file"]
     if kind != typedpath.DIRECTORY:
         return [f"weights {path} are no directory; give the directory that holds config.json"]
+    if nothing:
+        return [f"weights {path} are empty; give the directory that holds config.json"]
+    revisions = [one for one in path.glob("snapshots/*") if one.is_dir()]
+    if revisions and not (path / "config.json").exists():
+        newest = max(revisions, key=lambda one: one.stat().st_mtime)
+        return [f"weights {path} are the cache of several revisions; give one of them: {newest}"]
     found = []
     config = _json(path / "config.json")
     if isinstance(config, str):
@@ -76,6 +87,8 @@ def safetensors_problem(path: Path) -> str | None:
     end of the header (github.com/huggingface/safetensors, README).
     """
     try:
+        if not _is_file(path):
+            return NO_FILE
         actual = path.stat().st_size
         with open(path, "rb") as file:
             start = file.read(8)
@@ -85,10 +98,10 @@ def safetensors_problem(path: Path) -> str | None:
             if len(start) < 8 or length > _LARGEST_HEADER or 8 + length > actual:
                 return f"is damaged: {size(actual)} cannot hold its header"
             header = json.loads(file.read(length))
-        ends = [item["data_offsets"][1] for key, item in header.items() if key != "__metadata__"]
+        ends = [_end(item) for key, item in header.items() if key != "__metadata__"]
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "is damaged: its header is no valid JSON"
     expected = 8 + length + max(ends, default=0)
     if actual != expected:
@@ -96,14 +109,29 @@ def safetensors_problem(path: Path) -> str | None:
     return None
 
 
+def _is_file(path: Path) -> bool:
+    """Not what waits for ever when it is opened, like a FIFO. Raises OSError."""
+    return stat.S_ISREG(path.stat().st_mode)
+
+
+def _end(tensor: Any) -> int:
+    """Where a tensor of a header ends. Raises ValueError, KeyError or TypeError."""
+    begin, end = tensor["data_offsets"]
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+        raise ValueError("no offsets")
+    return end
+
+
 def _json(path: Path) -> dict[str, Any] | str:
     """The object in a file, or what is wrong with it."""
     try:
+        if not _is_file(path):
+            return f"{path.name} {NO_FILE}"
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"{path.name} is no valid JSON"
     return value if isinstance(value, dict) else f"{path.name} holds no JSON object"

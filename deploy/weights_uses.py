@@ -23,6 +23,9 @@ from trainer import status
 
 File = tuple[int, int]  # device, inode
 _INCOMING = re.compile(r"\.(?!pruned-)(.+)\.incoming\.([^.]+)")  # see weights_store.incoming_of
+_ASIDE = re.compile(
+    r"\.(?:pruned|damaged)-(.+)(?:@|\.incoming\.)([^@.]+)-\d+"
+)  # `evict`, weights_store.publish
 
 
 def listing(state: str | None, shm: str | None) -> list[dict[str, Any]]:
@@ -61,6 +64,9 @@ def parts(path: Path) -> tuple[str, str, bool] | None:
     partial = _INCOMING.fullmatch(path.name)
     if partial:
         return partial[1], partial[2], True
+    aside = _ASIDE.fullmatch(path.name)
+    if aside:  # a removal that was killed
+        return aside[1], aside[2], True
     name, at, digest = path.name.rpartition("@")
     return (name, digest, False) if at and name and not name.startswith(".") else None
 

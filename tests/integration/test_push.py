@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from testbed.gpubox import ALIAS, SLOW, GpuBox
 
-from deploy import by_rsync, manifest, onhost, receiver, rsyncing, sender, weights_store
+from deploy import by_rsync, manifest, onhost, pieces, receiver, rsyncing, sender, weights_store
 from deploy.errors import DeployError
 from deploy.host import HostError, Local
 from deploy.ssh import Ssh
@@ -493,3 +494,53 @@ def test_rsync_without_room_or_for_a_source_that_changes_leaves_what_was_there(
         by_rsync_to(Local(), source, wanted, target_of(gpubox, wanted))
     assert not target_of(gpubox, wanted).exists()
     assert (small / "before").read_text() == "there"
+
+
+def test_a_file_that_changes_after_it_has_gone_is_found_too(
+    gpubox: GpuBox, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = read(source)
+    send = sender._Sending._send
+
+    def changing(sending: Any, *arguments: Any) -> None:
+        send(sending, *arguments)
+        os.utime(source / "a.bin", ns=(1, 1))
+
+    monkeypatch.setattr(sender._Sending, "_send", changing)
+    with pytest.raises(DeployError) as caught:
+        push(Local(), source, wanted, target_of(gpubox, wanted))
+    assert str(caught.value) == f"{source}/a.bin changed while it was sent; push it again when it is whole"
+    assert not target_of(gpubox, wanted).exists()
+
+
+def test_more_files_than_a_process_may_have_open_are_written(tmp_path: Path) -> None:
+    names = [f"f{number}" for number in range(3 * pieces.OPEN)]
+    for name in names:
+        (tmp_path / name).touch()
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.closing(pieces.Files(tmp_path)) as files:
+        for name in [*names, names[0]]:
+            os.write(files[name], name.encode())
+        assert len(os.listdir("/proc/self/fd")) <= before + pieces.OPEN
+    assert [(tmp_path / name).read_text() for name in names[1:]] == names[1:]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_error_of_the_host_ends_a_push_with_its_sentence(
+    gpubox: GpuBox, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a lost connection, which would be tried again and again."""
+    wanted = read(source)
+    target = target_of(gpubox, wanted)
+    said: list[str] = []
+
+    def spoil(sending: Any, *arguments: Any) -> None:
+        (weights_store.incoming_of(target) / "a.bin").unlink()
+        send(sending, *arguments)
+
+    send = sender._Sending._send
+    monkeypatch.setattr(sender._Sending, "_send", spoil)
+    with pytest.raises(DeployError) as caught:
+        push(Local(), source, wanted, target, progress=said.append)
+    assert str(caught.value).endswith("/a.bin: No such file or directory")
+    assert not any("trying again" in words for words in said)

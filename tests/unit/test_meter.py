@@ -41,6 +41,22 @@ def test_the_line_has_bytes_rate_and_time_left_of_the_file_and_in_all(clock: lis
     assert "left" not in said[1]
 
 
+def test_a_narrow_line_keeps_what_is_said_of_it_all_and_no_rate_comes_of_a_few_bytes(
+    clock: list[float],
+) -> None:
+    shown = Meter(lambda text: None)
+    pieces = [Chunk("config.json", 0, 22, ""), Chunk("model-00001-of-00012.safetensors", 0, 60_000_000, "")]
+    pieces += [Chunk("model-00002-of-00012.safetensors", 0, 60_000_000, "")]
+    shown.begin(pieces, {0, 1, 2})
+    clock[0] += 0.3
+    shown.add(pieces[0])
+    assert shown.line(79) == "config.json 22 B of 22 B · all 22 B of 120 MB"
+    clock[0] += 0.7
+    shown.add(pieces[1])
+    assert shown.line(79) == "…of-00012.safetensors 60 MB of 60 MB · all 60 MB of 120 MB at 60 MB/s, 1 s left"
+    assert shown.line(100).startswith("model-00001-of-00012.safetensors 60 MB of 60 MB · all 60 MB")
+
+
 def test_on_a_terminal_one_line_is_drawn_anew_and_wiped_for_other_words(clock: list[float]) -> None:
     ours, theirs = os.openpty()
     said: list[str] = []
@@ -52,7 +68,8 @@ def test_on_a_terminal_one_line_is_drawn_anew_and_wiped_for_other_words(clock: l
             shown.add(PIECES[0])
             shown.show()
             drawn = os.read(ours, 4096)
-            assert drawn.startswith(b"\r\x1b[Ka [2J.bin 4.0 MB of 8.0 MB, ")
+            line = "a [2J.bin 4.0 MB of 8.0 MB · all 4.0 MB of 10 MB at 4.0 MB/s, 2 s left"
+            assert drawn.decode() == f"\r\x1b[K{line}"
             assert b"\n" not in drawn
             assert len(drawn.decode()) < len("\r\x1b[K") + meter.WIDTH
             shown.tell("the connection was lost")

@@ -96,6 +96,30 @@ def spoil(kind: str, model: Path) -> str:
     if kind == "no offsets":
         file.write_bytes((8).to_bytes(8, "little") + b'{"a":{}}')
         return ": model.safetensors is damaged: its header is no valid JSON; copy it again"
+    if kind in ("text offsets", "deep", "backwards"):
+        header = {
+            "text offsets": b'{"a":{"data_offsets":[0,"5"]}}',
+            "backwards": b'{"a":{"data_offsets":[5,-1]}}',
+            "deep": b"[" * 100_000,
+        }[kind]
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+        return ": model.safetensors is damaged: its header is no valid JSON; copy it again"
+    if kind == "fifo":
+        file.unlink()
+        os.mkfifo(file)
+        return ": model.safetensors is no regular file; copy it again"
+    if kind == "fifo config":
+        (model / "config.json").unlink()
+        os.mkfifo(model / "config.json")
+        return ": config.json is no regular file; copy the model again"
+    if kind == "nothing":
+        shutil.rmtree(model)
+        model.mkdir()
+        return " are empty; give the directory that holds config.json"
+    if kind == "cache":
+        (model / "config.json").unlink()
+        (model / "snapshots" / "0123abc").mkdir(parents=True)
+        return f" are the cache of several revisions; give one of them: {model}/snapshots/0123abc"
     if kind == "lost link":
         (model / "tokenizer.json").symlink_to("../blobs/gone")
         return ": the link tokenizer.json leads nowhere; remove it, or copy the model again"
@@ -114,7 +138,8 @@ def spoil(kind: str, model: Path) -> str:
 
 KINDS = (
     "missing, file, no config, bad config, list config, no weights, pickle, short, long, pointer, empty, "
-    "garbage, no offsets, lost link, lost weights, shard, index"
+    "garbage, no offsets, text offsets, backwards, deep, fifo, fifo config, nothing, cache, lost link, "
+    "lost weights, shard, index"
 )
 
 
