@@ -154,19 +154,32 @@ def evictions(
     What any process holds but those of the run in progress stays.
     """
     ours = {process["pid"] for process in live["processes"]} if live else set()
-    started, version = _started(live), wanted.rpartition("@")[2]
+    started = _started(live)
     found = []
-    for one in copies:
-        same = one["name"] == name and not (version and one["digest"].startswith(version))
-        if one["where"] == "memory" and one["path"] != wanted and (same or one["path"] == started):
-            held = bool(one["processes"]) or one["path"] == started
-            if not set(one["processes"]) - ours:
-                found.append(Eviction(one["path"], one["memory"], held))
+    for one in others(copies, wanted, name, started):
+        held = bool(one["processes"]) or one["path"] == started
+        if not set(one["processes"]) - ours:
+            found.append(Eviction(one["path"], one["memory"], held))
     chosen: list[Eviction] = []
     for eviction in sorted(found, key=lambda one: (one.held, -one.bytes)):
         if sum(one.bytes for one in chosen) < short:
             chosen.append(eviction)
     return tuple(chosen) if sum(one.bytes for one in chosen) >= short else ()
+
+
+def others(copies: Iterable[Copy], wanted: str, name: str, started: str | None = None) -> list[Copy]:
+    """The copies in shared memory that could go for `wanted`: other versions of `name`, and `started`.
+
+    Not what interrupted copies left: that is counted as `held` already.
+    """
+    version = wanted.rpartition("@")[2]
+
+    def goes(one: Copy) -> bool:
+        same = one["name"] == name and not (version and one["digest"].startswith(version))
+        in_memory = one["where"] == "memory" and not one.get("partial")
+        return in_memory and one["path"] != wanted and (same or one["path"] == started)
+
+    return [one for one in copies if goes(one)]
 
 
 def described(evicted: Sequence[Eviction]) -> str:

@@ -134,7 +134,7 @@ def make_room(
 ) -> None:
     """See that weights fit into shared memory; with `evict_first` other versions of their name go for that.
 
-    Raises DeployError if they do not, or if a process uses what would have to go.
+    None that a process uses, and none at all if those that may go are not enough: then it raises DeployError.
     """
     need = budget.need_of(found)
     if not found.root or not need:
@@ -142,27 +142,34 @@ def make_room(
     short = budget.shortages(room, goal.settings.name, need, held=found.held)
     if not short:
         return
-    others = [one for one in listing(goal) if _is_other(one, found)]
-    left = max(one.bytes for one in short)
-    for one in (
-        sorted(others, key=lambda one: (bool(one["processes"]), -one["memory"])) if evict_first else ()
-    ):
-        if left > 0:
-            freed = _evict(goal, one, progress)
-            left -= freed
-            progress(f"{one['path']} evicted: {size(freed)} of memory freed")
-    if left > 0:
+    copies = listing(goal)
+    chosen = budget.evictions(copies, str(found.path), found.name, None, max(one.bytes for one in short))
+    if not chosen or not evict_first:
         remedy = "fab weights.list shows what else could go (fab weights.evict)"
-        if others and not evict_first:
-            remedy = f"--evict-first removes the other versions of {_clean(found.name)} before; {remedy}"
+        if chosen:
+            remedy = f"--evict-first removes {_clean(budget.described(chosen))} before; {remedy}"
+        else:
+            others = budget.others(copies, str(found.path), found.name)
+            remedy = "; ".join([*_why_not(others, evict_first), remedy])
         raise DeployError("\n".join(one.sentence for one in short) + f"; {remedy}")
+    for eviction in chosen:
+        freed = _evict(goal, {"path": eviction.path}, progress)
+        progress(f"{eviction.path} evicted: {size(freed)} of memory freed")
 
 
-def _is_other(one: Copy, found: Weights) -> bool:
-    """Whether it is another version in shared memory. (What is there of this one in part is gone on with.)"""
-    version = str(Path(str(found.path)).name).rpartition("@")[2]
-    in_memory = one["where"] == "memory" and not one["partial"]
-    return in_memory and one["name"] == found.name and not one["digest"].startswith(version)
+def _why_not(others: Sequence[Copy], evict_first: bool) -> list[str]:
+    """What is said of other versions that may not go, or are not enough: nothing, or a part of a sentence."""
+    used = [one for one in others if one["processes"]]
+    counts = [len(one["processes"]) for one in used]
+    words = [
+        f"{one['path']} is used by {count} process{'es' if count > 1 else ''}"
+        for one, count in zip(used, counts, strict=True)
+    ]
+    if used:
+        words[-1] += ": stop what runs there first (fab status, fab stop)"
+    if evict_first and others:
+        words.append("nothing was evicted, since all that may go is not enough")
+    return [_clean(one) for one in words]
 
 
 def told(done: Mapping[str, Any], host: str) -> str:
@@ -256,10 +263,9 @@ def chosen(copies: Sequence[Copy], which: str, host: str) -> list[Copy]:
         or (at and one["name"] == name and digest and one["digest"].startswith(digest))
     ]
     if not found:
-        close = nearest(which, [one["name"] for one in copies])
-        raise DeployError(
-            f"{_clean(which)} is not among the copies on {host}{close}; fab weights.list shows them"
-        )
+        close = nearest(which, [one["name"] for one in copies]) if which else ""
+        named = _clean(which) if which.strip() else f"'{_clean(which)}'"
+        raise DeployError(f"{named} is not among the copies on {host}, which fab weights.list shows{close}")
     return found
 
 

@@ -134,20 +134,25 @@ def test_weights_that_a_process_uses_are_not_evicted(goal: Target, model: Path, 
             push(goal, model)
         assert str(caught.value).startswith(f"{goal.settings.shm} has ")
         assert " free, but the weights need 600 kB: " in str(caught.value)
-        assert "; --evict-first removes the other versions of a model before; fab weights" in str(
-            caught.value
-        )
-        with pytest.raises(DeployError, match=f"^{done['path']} is used by process .*; stop what runs there"):
+        used = f"; {done['path']} is used by 2 processes: stop what runs there first (fab status, fab stop); "
+        assert used in str(caught.value)
+        spare = tmp_path / "shm" / "a model@ffffffffffff"  # may go, but is not enough
+        spare.mkdir()
+        (spare / "x").write_bytes(bytes(9000))
+        with pytest.raises(DeployError) as caught:
             push(goal, model, evict_first=True)
+        assert f"{used}nothing was evicted, since all that may go is not enough; " in str(caught.value)
+        assert (spare / "x").is_file()
         assert Path(done["path"], "model.safetensors").is_file()
     finally:
         for holder in holders:
             holder.kill()
             holder.communicate()
+    with pytest.raises(DeployError, match=r"too little; --evict-first removes a model@.* before; fab weig"):
+        push(goal, model)
     newest = push(goal, model, evict_first=True)
-    assert [one["path"] for one in weights_tasks.listing(goal) if one["where"] == "memory"] == [
-        newest["path"]
-    ]
+    there = [one["path"] for one in weights_tasks.listing(goal) if one["where"] == "memory"]
+    assert there == [newest["path"], str(spare)]  # no more than needed
 
 
 def test_data_go_to_the_disk(goal: Target, tmp_path: Path) -> None:
@@ -177,7 +182,7 @@ def test_what_cannot_be_done_is_one_sentence(goal: Target, model: Path, tmp_path
         push(goal, Path("/no/model"))
     with pytest.raises(DeployError, match=r"^--streams 99 must be from 1 to 16$"):
         weights_tasks.push(goal, str(model), "weights", streams=99, progress=silent)
-    with pytest.raises(DeployError, match=r"^\.\./etc is not among the copies on gpu-box; fab weights\.list"):
+    with pytest.raises(DeployError, match=r"^\.\./etc is not among the copies on gpu-box, which fab weigh"):
         weights_tasks.evict(goal, "../etc", silent)
     with pytest.raises(DeployError, match=r"^/etc/x is no copy in /etc; fab weights\.list shows what is th"):
         weights_tasks._evict(goal, {"path": "/etc/x"}, silent)

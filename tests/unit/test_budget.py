@@ -36,6 +36,7 @@ def copy(name: str, memory: int, *pids: int, where: str = "memory") -> dict[str,
         ([copy("old@1", 10)], 5, [Eviction("/s/old@1", 10, held=True)]),  # what the run began with
         ([copy("m@2", 10, 7, 8)], 5, []),  # another process has it
         ([copy("m@2", 10)], 11, []),  # not enough: then nothing goes
+        ([copy("m@2", 10) | {"partial": True}], 5, []),  # what is counted as held
         ([copy("m@9", 10), copy("n@2", 10), copy("m@2", 10, where="disk")], 5, []),
     ],
 )

@@ -72,7 +72,18 @@ def test_a_copy_that_is_not_there_is_one_sentence() -> None:
     with pytest.raises(DeployError) as caught:
         weights_tasks.chosen([item(name="a model")], "a modle", "gpu-box")
     assert str(caught.value) == (
-        "a modle is not among the copies on gpu-box; did you mean a model?; fab weights.list shows them"
+        "a modle is not among the copies on gpu-box, which fab weights.list shows; did you mean a model?"
+    )
+
+
+@pytest.mark.parametrize("word", ["", "m@", " "])
+def test_a_word_that_says_next_to_nothing_is_named_all_the_same(word: str) -> None:
+    with pytest.raises(DeployError) as caught:
+        weights_tasks.chosen([item()], word, "box")
+    named = word if word.strip() else f"'{word}'"
+    hint = "; did you mean m?" if word == "m@" else ""
+    assert str(caught.value) == (
+        f"{named} is not among the copies on box, which fab weights.list shows{hint}"
     )
 
 
