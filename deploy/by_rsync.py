@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,19 @@ READING = 50e6  # bytes a second that both sides read at least
 TASK = "brings weights without our receiver"
 TRIES = 2  # of what arrives damaged
 
-# Arguments: place, name, version. Says a word if there is nothing to do, or nothing that can be done; else
-# how many kB the incoming directory has, are free in the place, and of memory (- if it is no tmpfs).
+# Arguments: the copy's directory. Says a word and the size and name of each of its files; nothing if it is
+# not there.
+LIST = """\
+[ -d "$1" ] || exit 0
+echo there
+cd -- "$1" && find . -type f -exec stat -c '%s %n' {} +
+"""
+
+# Arguments: place, name, version. Says a word if nothing can be done; else how many kB the incoming directory
+# has, are free in the place, and of memory (- if it is no tmpfs).
 LOOK = """\
 set -eu
 umask 022
-[ ! -d "$1/$2@$3" ] || { echo there; exit 0; }
 command -v rsync >/dev/null || { echo no-rsync; exit 0; }
 mkdir -p -- "$1"
 [ -O "$1" ] || { echo foreign; exit 0; }
@@ -45,12 +53,22 @@ memory=$(awk '$1 == "MemAvailable:" { print $2 }' /proc/meminfo)
 echo "$has $free $memory"
 """
 
-# Arguments: place, name, version, whether the plain name shall lead there; then pairs of names that are one
-# file, of which the second is there. The manifest comes over stdin.
+# Arguments: place, name, version.
+LINK = """\
+set -eu
+cd -- "$1"
+[ "$(readlink -- "$2")" != "$2@$3" ] || exit 0
+ln -s -- "$2@$3" ".$2.link.$$"
+mv -T -- ".$2.link.$$" "$2"
+"""
+
+# Arguments: place, name, version, whether a copy that is there is damaged and goes; then pairs of names that
+# are one file, of which the second is there. The manifest comes over stdin.
 PUBLISH = """\
 set -eu
 cd -- "$1"
-name=$2 incoming=.$2.incoming.$3 final=$2@$3 link=$4
+incoming=.$2.incoming.$3 final=$2@$3 old=.damaged-$2@$3-$$
+[ "$4" = no ] || mv -T -- "$final" "$old" || :
 shift 4
 while [ $# -gt 0 ]; do
   mkdir -p -- "$incoming/$(dirname -- "$1")"
@@ -61,7 +79,7 @@ cat >"$incoming/.drafthouse.json"
 find "./$incoming" -type f -exec chmod 444 {} +
 find "./$incoming" -type d -exec chmod 755 {} +
 [ -d "$final" ] || mv -T -- "$incoming" "$final"
-[ "$link" = no ] || { ln -s -- "$final" ".$name.link.$$"; mv -T -- ".$name.link.$$" "$name"; }
+rm -rf -- "$old"
 """
 
 
@@ -84,8 +102,14 @@ def send(
     name, _, version = last.rpartition("@")
     names = [one for one in wanted["stamp"] if one not in wanted["same"]]
     total = sum(wanted["stamp"][one][0] for one in names)
-    if _there(host, place, name, version, total):
+    there = _listing(host, target)
+    if there and _whole(there, wanted):
+        if link:
+            _shell(host, LINK, place, name, version)
         return Sent(0, total, time.monotonic() - began, 0)
+    if there:
+        progress(f"{target} on {host.name} is not whole; it is sent again")
+    _see_room(host, place, name, version, total)
     argv = _command(host, source, f"{place}/.{name}.incoming.{version}")
     sent = rsyncing.run(host, argv, _listed(names), total, progress, str(source))
     for _ in range(TRIES):
@@ -101,15 +125,29 @@ def send(
         raise DeployError(f"{source} changed while it was sent; push it again when it is whole")
     same = [one for pair in wanted["same"].items() for one in pair]
     data = json.dumps(dict(wanted)).encode()
-    _shell(host, PUBLISH, place, name, version, "yes" if link else "no", *same, input=data)
+    _shell(host, PUBLISH, place, name, version, "yes" if there else "no", *same, input=data)
+    if link:
+        _shell(host, LINK, place, name, version)
     return Sent(sent, 0, time.monotonic() - began, 1)
 
 
-def _there(host: Host, place: str, name: str, version: str, total: int) -> bool:
-    """Whether the copy is there. Raises DeployError if it cannot come to be."""
+def _listing(host: Host, target: str) -> bytes:
+    """What is said of a copy's files by ``stat``, a line each; empty if it is not there."""
+    return host.run(["sh", "-c", LIST, "sh", target], timeout=TIMEOUT).out
+
+
+def _whole(there: bytes, wanted: Mapping[str, Any]) -> bool:
+    """Whether all files are there, each in full length. (A newline in a name makes two lines of both.)"""
+    sizes = [f"{length} ./{name}\n" for name, (length, _) in wanted["stamp"].items()]
+    expected = Counter("".join(sizes).encode("utf-8", "surrogateescape").split(b"\n"))
+    found = Counter(there.split(b"\n"))
+    described = any(line.endswith(f" ./{manifest.FILE}".encode()) for line in found)
+    return described and not expected - found
+
+
+def _see_room(host: Host, place: str, name: str, version: str, total: int) -> None:
+    """Make the place and the incoming directory. Raises DeployError if the copy cannot come to be."""
     said = _shell(host, LOOK, place, name, version).split()
-    if said == ["there"]:
-        return True
     if said == ["no-rsync"]:
         raise DeployError(f"{host.name} has no rsync either; install it there, or Python 3.9 or later")
     if said == ["foreign"]:
@@ -125,7 +163,6 @@ def _there(host: Host, place: str, name: str, version: str, total: int) -> bool:
                 f"{what} has {size(free)} free, but {size(need)} are needed: {size(need - free)} too little; "
                 "remove what nobody uses there"
             )
-    return False
 
 
 def _command(host: Host, source: Path, incoming: str) -> list[str]:

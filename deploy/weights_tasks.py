@@ -77,7 +77,12 @@ def push(
         "sent": sent.bytes if sent else 0,
         "seconds": sent.seconds if sent else 0.0,
         "streams": sent.streams if sent else 0,
-        "done": "pushed" if sent else "from its copy on disk" if found.action == "copy" else "there already",
+        # (Of two pushes at once the second has waited, and sends nothing.)
+        "done": "pushed"
+        if sent and sent.bytes
+        else "from its copy on disk"
+        if found.action == "copy"
+        else "there already",
     }
 
 
@@ -175,7 +180,7 @@ def _why_not(others: Sequence[Copy], evict_first: bool) -> list[str]:
 def told(done: Mapping[str, Any], host: str) -> str:
     """What `push` and `stage` did, in a line."""
     what = f"{done['path']} on {host} ({size(done['bytes'])}): {done['done']}"
-    if done.get("seconds"):
+    if done["sent"]:
         rate = size(done["sent"] / max(done["seconds"], 1e-3))
         what += (
             f", {size(done['sent'])} sent in {done['seconds']:.1f} s ({rate}/s), every byte read back there"

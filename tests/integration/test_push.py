@@ -481,6 +481,30 @@ def test_rsync_brings_the_same_and_a_damaged_file_is_found_and_sent_again(
     assert by_rsync_to(Local(), source, wanted, target).bytes == 0
 
 
+def test_rsync_repairs_what_is_not_whole_there_and_lets_the_plain_name_lead_to_what_is(
+    gpubox: GpuBox, source: Path
+) -> None:
+    wanted, said = read(source), []
+    target, plain = target_of(gpubox, wanted), gpubox.shm / "it's a model"
+    assert by_rsync_to(Local(), source, wanted, target).streams == 1
+    plain.unlink()
+    plain.symlink_to("it's a model@another")
+    assert by_rsync_to(Local(), source, wanted, target).streams == 0
+    assert os.readlink(plain) == target.name
+
+    def emptied() -> None:
+        shutil.rmtree(target)
+        target.mkdir()
+
+    for spoil in (lambda: os.truncate(target / "sub dir" / "c\n.txt", 0), (target / "empty").unlink, emptied):
+        spoil()
+        options = {"link": True, "progress": said.append}
+        assert by_rsync.send(Local(), source, wanted, str(target), **options).streams == 1
+        assert said[0] == f"{target} on localhost is not whole; it is sent again"
+        assert manifest.verify(target) == []
+    assert sorted(os.listdir(gpubox.shm)) == ["it's a model", target.name]
+
+
 def test_rsync_without_room_or_for_a_source_that_changes_leaves_what_was_there(
     gpubox: GpuBox, source: Path, small: Path
 ) -> None:

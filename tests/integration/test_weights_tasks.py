@@ -208,6 +208,7 @@ def test_a_host_without_python_gets_weights_by_rsync(goal: Target, model: Path) 
     assert push(goal, model)["sent"] == 0
     again = weights_tasks.push(goal, str(model), "weights", rsync=True, progress=silent)
     assert again == {**done, "sent": 0, "seconds": again["seconds"], "streams": 0, "done": "there already"}
+    assert weights_tasks.told(again, "box") == f"{done['path']} on box (4.2 kB): there already"
 
 
 def test_the_tasks_by_fab_over_ssh(gpubox: Any, model: Path, tmp_path: Path) -> None:
