@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import hashing, manifest, onhost, sender
+from deploy import hashing, manifest, onhost, sender, weights_store
 from deploy.errors import DeployError
 from deploy.host import Host
 from deploy.manifest import Progress
@@ -85,10 +85,11 @@ def pushed(
     `weights_store.held` says of shared memory, `hashes` what the host can compute. Reads; hashes only what no
     manifest there tells of.
     """
-    stamp, name, origin = manifest.stamp_of(source), manifest.name_of(source), origin_of(source)
+    outline, name, origin = manifest.outline(source, ""), manifest.name_of(source), origin_of(source)
+    stamp = outline["stamp"]
     copies = (*there, *staged)
     digest = next((one["digest"] for one in copies if (one["source"], one["stamp"]) == (origin, stamp)), None)
-    made = Weights(str(source), "changed", None, name, "", manifest.total(stamp), root, held=held)
+    made = Weights(str(source), "changed", None, name, "", weights_store.taken(outline), root, held=held)
     if digest is None:
         if not read:
             return made
@@ -105,7 +106,7 @@ def pushed(
 
 def read_manifest(source: Path, hashes: Sequence[str], progress: Progress) -> dict[str, Any]:
     """The manifest of a directory of this machine, with a hash that the host can compute as well."""
-    progress(f"reading {size(manifest.total(manifest.stamp_of(source)))} of {source}")
+    progress(f"reading {size(weights_store.taken(manifest.outline(source, '')))} of {source}")
     found = {**manifest.read(source, hashing.common(hashes), progress), "source": origin_of(source)}
     _manifests[found["digest"]] = found
     return found

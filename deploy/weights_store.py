@@ -49,10 +49,11 @@ def look(source: str, shm: str, read: bool = True, progress: Progress = silent) 
         return {"problems": problems}
     found: dict[str, Any] = {"source": str(given), "name": manifest.name_of(given), "root": shm, "digest": ""}
     try:
-        stamp = manifest.stamp_of(given)
+        outline = manifest.outline(given, "")
     except DeployError as error:
         return {"problems": [str(error)]}
-    found["bytes"], found["held"] = manifest.total(stamp), held(shm, found["name"])
+    stamp = outline["stamp"]
+    found["bytes"], found["held"] = taken(outline), held(shm, found["name"])
     if on_tmpfs(given):
         return {**found, "action": "in-place", "path": str(given)}
     copy = manifest.of_copy(Path(shm) / found["name"])
@@ -78,6 +79,12 @@ def known(place: str, name: str) -> list[dict[str, Any]]:
         if copy:
             found.append({"path": str(path), **{key: copy[key] for key in ("digest", "source", "stamp")}})
     return found
+
+
+def taken(outline: dict[str, Any]) -> int:
+    """Bytes that a copy of what an outline or manifest tells of takes: what several links lead to once."""
+    same = outline["same"]
+    return sum(length for relative, (length, _) in outline["stamp"].items() if relative not in same)
 
 
 def held(place: str, name: str) -> int:
@@ -295,8 +302,10 @@ def stage_data(source: str, place: str, progress: Progress = silent) -> dict[str
     given = typedpath.expand(source)
     if typedpath.look(given, f"data {given}") != typedpath.DIRECTORY:
         raise DeployError(f"data {given} are no directory; name one on this host")
-    stamp, name = manifest.stamp_of(given), manifest.name_of(given)
-    total = manifest.total(stamp)
+    for problem in place_problems(Path(place), STATE_KEY):  # before all of it is read
+        raise DeployError(problem)
+    outline, name = manifest.outline(given, ""), manifest.name_of(given)
+    stamp, total = outline["stamp"], taken(outline)
     for one in known(place, name):
         if (one["source"], one["stamp"]) == (str(given), stamp):
             return {"path": one["path"], "digest": one["digest"], "bytes": total, "done": "there already"}

@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy import budget, hashing, lookup, manifest, onhost, sender, typedpath, weights, weights_check
+from deploy import (
+    budget,
+    hashing,
+    lookup,
+    onhost,
+    sender,
+    typedpath,
+    weights,
+    weights_check,
+    weights_store,
+)
 from deploy.errors import USAGE, DeployError, nearest
 from deploy.host import NoPython
 from deploy.manifest import Progress, name_of
@@ -100,7 +110,7 @@ def _by_rsync(goal: Target, source: Path, kind: str, root: str, progress: Progre
     return {
         "path": target,
         "digest": wanted["digest"],
-        "bytes": manifest.total(wanted["stamp"]),
+        "bytes": weights_store.taken(wanted),
         "sent": sent.bytes,
         "seconds": sent.seconds,
         "streams": sent.streams,

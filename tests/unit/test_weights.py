@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploy import hashing, manifest, procfs, room, weights, weights_store
+from deploy import budget, hashing, manifest, procfs, room, weights, weights_store
 from deploy.errors import DeployError
 from deploy.host import Local
 from deploy.weights import Weights
@@ -546,6 +546,17 @@ def test_links_to_one_blob_are_one_file_and_change_no_digest(model: Path, tmp_pa
     assert [one.relative for one in manifest.chunks(found)] == ["config.json", "model.safetensors"]
     shutil.copy(model / "model.safetensors", model / "z.safetensors")
     assert manifest.read(model)["digest"] == found["digest"] != whole["digest"]
+
+
+def test_what_several_links_lead_to_counts_once(model: Path, tmp_path: Path) -> None:
+    size = sum(path.stat().st_size for path in model.iterdir())
+    (model / "z.safetensors").symlink_to(model / "model.safetensors")
+    said: list[str] = []
+    pushing = weights.pushed(model, "", str(tmp_path / "shm"), [], [], said.append)
+    assert (pushing.bytes, plan(model, tmp_path / "shm").bytes, budget.need_of(pushing)) == (size,) * 3
+    assert said == [f"reading {size} B of {model}"]
+    data = weights_store.stage_data(str(model), str(tmp_path / "data"))
+    assert data["bytes"] == size == weights_store.taken(manifest.read(model))
 
 
 def test_a_link_that_leads_back_is_one_sentence(model: Path) -> None:
