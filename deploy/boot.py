@@ -307,7 +307,7 @@ def stage(weights: Mapping[str, Any]) -> None:
             else f"weights {source} are not there any more, so that {path} cannot be made: put them back "
             "(or mount their disk), then fab start"
         )
-    done = weights_store.stage(source, path, str(weights["digest"]), say)
+    done = weights_store.restage(source, path, str(weights["digest"]), say)
     say(f"weights {path}: {done}")
 
 

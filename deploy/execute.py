@@ -189,7 +189,7 @@ def _bring(plan: Plan, host: Host, work: Work, held: lock.Held, report: Report) 
     if work.restage:
         held.check()
         one = Weights(work.restage["source"], "copy", work.restage["path"], digest=work.restage["digest"])
-        weights.bring(host, dataclasses.replace(one, root=plan.layout.shm), report)
+        weights.bring(host, dataclasses.replace(one, root=plan.layout.shm), report, old=True)
 
 
 def try_container(plan: Plan, host: Host, facts: Mapping[str, Any], run: status.Run, run_path: str) -> None:

@@ -117,8 +117,13 @@ def origin_of(source: Path) -> str:
     return f"{socket.gethostname()}:{source}"
 
 
-def bring(host: Host, found: Weights, progress: Progress, again: str = "fab deploy") -> None:
-    """Carry out what is planned for weights or data. Raises DeployError; then nothing has changed."""
+def bring(
+    host: Host, found: Weights, progress: Progress, again: str = "fab deploy", *, old: bool = False
+) -> None:
+    """Carry out what is planned for weights or data. Raises DeployError; then nothing has changed.
+
+    `again`: the command that goes on; `old`: they are what an older run was started with.
+    """
     if found.action == "push":
         push(host, found, progress, meter=on_terminal(progress), again=again)
     if found.root and found.action in ("push", "keep") and found.kept:
@@ -136,7 +141,7 @@ def bring(host: Host, found: Weights, progress: Progress, again: str = "fab depl
         assert boot
         onhost.ask(
             host,
-            "deploy.weights_store:stage",
+            "deploy.weights_store:restage" if old else "deploy.weights_store:stage",
             *boot.values(),
             timeout=SILENCE,
             # A connection of its own only for what takes its time.

@@ -27,6 +27,7 @@ from deploy.errors import DeployError
 from deploy.manifest import Chunk, Progress, Told, silent, whole
 from deploy.sizes import size
 from deploy.weights_check import check_model_dir
+from deploy.weights_wanted import NEW, OLD, another, describes
 
 PAUSE = 0.1  # seconds between two looks at a lock that somebody else has
 TELL = 10.0  # seconds between two words about waiting for it
@@ -278,18 +279,26 @@ def link_name(target: Path) -> None:
 # -- copying on the host -----------------------------------------------------------------------------------
 
 
-def stage(source: str, path: str, digest: str, progress: Progress = silent) -> str:
+def restage(source: str, path: str, digest: str, progress: Progress = silent) -> str:
+    """`stage` again what a run was started with, perhaps long ago."""
+    return stage(source, path, digest, progress, OLD)
+
+
+def stage(
+    source: str, path: str, digest: str, progress: Progress = silent, wanted: tuple[str, str] = NEW
+) -> str:
     """Have the weights of `source`, whose digest is known, in shared memory at `path`, and link their name.
 
     Returns ``there already`` or ``copied``. Raises DeployError, nothing changed, if there is no room or the
-    source is not what the digest says.
+    source is not what the digest says, which is `wanted`: NEW or OLD.
     """
     target, given = Path(path), Path(source)
     if os.path.realpath(source) == os.path.realpath(path):  # it lay in shared memory by itself
         if not given.is_dir():
             raise DeployError(f"weights {source} lay in shared memory and are gone; put them there again")
         return "there already"
-    return copied(given, target, digest, f"weights {source}", SHM_KEY, progress, link=True)
+    what = f"weights {source}"
+    return copied(given, target, digest, what, SHM_KEY, progress, link=True, wanted=wanted)
 
 
 def keep(path: str, kept: str, digest: str, progress: Progress = silent) -> str:
@@ -326,6 +335,7 @@ def copied(
     *,
     link: bool = False,
     durable: bool = False,
+    wanted: tuple[str, str] = NEW,
 ) -> str:
     """``there already`` or ``copied``. The directory appears only when the digest is right."""
     name = base(target)
@@ -335,7 +345,7 @@ def copied(
         if not whole(target):  # else another name's deploy was faster
             if not source.is_dir():
                 raise DeployError(f"{what} do not exist; fab deploy looks for them again")
-            _copy(source, target, digest, what, key, progress, durable)
+            _copy(source, target, digest, what, key, progress, durable, wanted)
             clear(target.parent, name)
             done = "copied"
         if link:
@@ -344,12 +354,21 @@ def copied(
 
 
 def _copy(
-    source: Path, target: Path, digest: str, what: str, key: str, progress: Progress, durable: bool
+    source: Path,
+    target: Path,
+    digest: str,
+    what: str,
+    key: str,
+    progress: Progress,
+    durable: bool,
+    wanted: tuple[str, str],
 ) -> None:
     """Copy on several threads. Each chunk is hashed as it lies in its new place, once for both sides."""
     given = whole(source)
     ours = given is not None and given["digest"] == digest and "chunks" in given
     if given is None or not ours:
+        if given is not None and describes(given, source):
+            raise DeployError(another(what, given["digest"], digest, wanted))
         given = manifest.outline(source, hashing.names()[0])
     incoming = incoming_of(target)
     prepare(incoming, given, what, key, progress)
@@ -367,8 +386,10 @@ def _copy(
             return one, found
 
         made = manifest.fill(given, manifest.parallel(copy, pieces))
-        if made["digest"] != digest or (not ours and manifest.stamp_of(source) != given["stamp"]):
+        if not ours and manifest.stamp_of(source) != given["stamp"]:
             raise DeployError(f"{what} changed while they were copied; deploy again when they are whole")
+        if made["digest"] != digest:
+            raise DeployError(another(what, made["digest"], digest, wanted))
         publish(incoming, target, made, durable)
     except BaseException as error:
         shutil.rmtree(incoming, ignore_errors=True)

@@ -394,12 +394,42 @@ def test_the_memory_of_host_and_container_counts_on_a_tmpfs(
     assert said.startswith("this host has 1.0 kB of memory free, but weights /m need 700 kB of it")
 
 
-def test_weights_that_change_while_they_are_copied_are_refused(model: Path, tmp_path: Path) -> None:
-    planned = plan(model, tmp_path / "shm")
-    tensor_file(model / "model.safetensors", b"\x03" * 16)
+def test_weights_that_change_while_they_are_copied_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, copy = plan(model, tmp_path / "shm"), manifest.Reader.copy
+
+    def late(self: manifest.Reader, *rest: Any) -> bytes:
+        tensor_file(model / "model.safetensors", b"\x03" * 16)
+        return copy(self, *rest)
+
+    monkeypatch.setattr(manifest.Reader, "copy", late)
     with pytest.raises(DeployError, match="changed while they were copied"):
         stage(planned)
     assert entries(tmp_path / "shm") == []
+
+
+def test_weights_that_are_others_by_now_are_said_to_be(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = plan(model, tmp_path / "shm")
+    tensor_file(model / "model.safetensors", b"\x03" * 16)
+    now = manifest.tree_digest(model)[:12]
+    start = f"^weights {model} are not what "
+    digests = rf" \(digest {now} instead of {planned.digest[:12]}\); "
+    with pytest.raises(DeployError, match=f"{start}they were when they were read{digests}run the same com"):
+        stage(planned)
+    words = f"{start}the run was started with{digests}fab deploy takes them as they are now$"
+    again = (str(model), str(planned.path), planned.digest)
+    with pytest.raises(DeployError, match=words):
+        weights_store.restage(*again)
+    (model / manifest.FILE).write_text(json.dumps(manifest.read(model)))
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_store, "prepare", lambda *_: pytest.fail("room was made before it was said"))
+        with pytest.raises(DeployError, match=words):
+            weights_store.restage(*again)
+    tensor_file(model / "model.safetensors")  # of the length that the manifest says, but not its content
+    assert weights_store.restage(*again) == "copied"
 
 
 def test_a_link_that_is_in_the_way_is_one_sentence(model: Path, tmp_path: Path) -> None:
