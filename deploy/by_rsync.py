@@ -46,10 +46,11 @@ mkdir -p -- "$1"
 [ -O "$1" ] || { echo foreign; exit 0; }
 incoming=$1/.$2.incoming.$3
 [ -d "$incoming" ] || mkdir -m 700 -- "$incoming"
-has=$(du -sk -- "$incoming" | cut -f1)
-free=$(df -Pk -- "$1" | awk 'NR == 2 { print $4 }')
+cd -- "$incoming"  # (a name may have a newline in it)
+has=$(du -sk . | cut -f1)
+free=$(df -Pk . | awk 'NR == 2 { print $4 }')
 memory=$(awk '$1 == "MemAvailable:" { print $2 }' /proc/meminfo)
-[ "$(stat -f -c %T -- "$1")" = tmpfs ] || memory=-
+[ "$(stat -f -c %T .)" = tmpfs ] || memory=-
 echo "$has $free $memory"
 """
 

@@ -282,9 +282,9 @@ def pushed(
     evict_first: bool = False,
 ) -> int | None:
     """Send a directory of this machine to where runs find it, and show how far that is."""
-    from deploy import meter, weights_tasks
+    from deploy import meter, sender, weights_tasks
 
-    count = None if streams is None else whole("--streams", streams)
+    count = None if streams is None else whole("--streams", streams, sender.MOST)
     shown: dict[str, Any] = {"progress": say, "meter": meter.on_terminal(say)}
     how: dict[str, Any] = {"streams": count, "rsync": rsync, "evict_first": evict_first}
     done = weights_tasks.push(goal, directory, kind, **how, **shown)

@@ -42,6 +42,7 @@ def look(wanted: dict[str, Any]) -> dict[str, Any]:
         "copies": copies,
         "data_copies": copies,
         "held": weights_store.held,
+        "places": places,
         "secrets": secrets,
         "image": image,
         "strays": strays.look,
@@ -159,6 +160,12 @@ def data_problems(path: Path) -> list[str]:
 def copies(name: str, places: list[str]) -> list[list[dict[str, Any]]]:
     """Which versions of a directory from another machine lie in each of `places`."""
     return [weights_store.known(place, name) for place in places]
+
+
+def places(state: str, shm: str) -> list[str]:
+    """Why what lies in these places, as far as they are given, is not to be relied on, a sentence each."""
+    keys = {state: weights_store.STATE_KEY, shm: weights_store.SHM_KEY}
+    return [one for at, key in keys.items() if at for one in weights_store.place_problems(Path(at), key)]
 
 
 def contents(path: str, names: list[str]) -> dict[str, str | None]:

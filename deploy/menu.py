@@ -140,8 +140,10 @@ def one_host(context: Context, host: str | None) -> str | None:
     return context.original_host if isinstance(context, Connection) else host
 
 
-def whole(flag: str, text: str) -> int:
+def whole(flag: str, text: str, most: int | None = None) -> int:
     """A count given on the command line. (Invoke's own numbers answer a mistake with a traceback.)"""
+    if most is not None and not (text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= most):
+        raise DeployError(f"{flag} {text[:40]} must be a whole number from 1 to {most}", code=USAGE)
     if not text.isdecimal():
         raise DeployError(f"{flag} {text} must be a whole number, like {flag} 60", code=USAGE)
     if len(text) > 9:  # beyond what clocks and Python's own reading of numbers take

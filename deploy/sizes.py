@@ -38,3 +38,8 @@ def parse(text: str) -> int | None:
         return None
     bytes_ = float(found[1]) * 1024 ** _UNITS.index(found[2] or "b")
     return int(bytes_) or None if bytes_ < _MOST else None
+
+
+def printable(text: str) -> str:
+    """Untrusted text in one line, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in text)

@@ -195,6 +195,8 @@ class _Question:
         if model and model.here:
             asked["copies"] = {"name": model.name, "places": [f"{layout.state}/weights", layout.shm]}
             asked["held"] = {"name": model.name, "place": layout.shm}
+            kept = f"{layout.state}/weights" if self.settings.keep_on_disk else ""
+            asked["places"] = {"state": kept, "shm": layout.shm}
         elif model:
             asked["weights"] = {"source": model.given, "shm": layout.shm, "read": False}
         if data and not data.here:
@@ -311,6 +313,8 @@ def _weights(
         problems = weights_check.check_model_dir(source)
         if problems:
             return None, tuple(problems)
+        if answers["places"]:  # before all of them is read
+            return None, tuple(answers["places"])
         there, staged = answers["copies"]
         place = f"{layout.state}/weights" if keep else ""
         known = {"hashes": answers["hashes"], "held": answers["held"]}

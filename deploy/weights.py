@@ -22,7 +22,7 @@ from deploy.errors import DeployError
 from deploy.host import Host
 from deploy.manifest import Progress
 from deploy.meter import Meter, on_terminal
-from deploy.sizes import size
+from deploy.sizes import printable, size
 
 SILENCE = 120.0  # seconds without a word of a copy; it tells how far it is every 10 s
 
@@ -86,7 +86,7 @@ def pushed(
     manifest there tells of.
     """
     outline, name, origin = manifest.outline(source, ""), manifest.name_of(source), origin_of(source)
-    stamp = outline["stamp"]
+    stamp, progress = outline["stamp"], lined(progress)
     copies = (*there, *staged)
     digest = next((one["digest"] for one in copies if (one["source"], one["stamp"]) == (origin, stamp)), None)
     made = Weights(str(source), "changed", None, name, "", weights_store.taken(outline), root, held=held)
@@ -112,6 +112,11 @@ def read_manifest(source: Path, hashes: Sequence[str], progress: Progress) -> di
     return found
 
 
+def lined(progress: Progress) -> Progress:
+    """One that says everything in one line: a name may have a newline in it, or what a terminal obeys."""
+    return lambda text: progress(printable(text))
+
+
 def origin_of(source: Path) -> str:
     """How a host is told where a directory came from."""
     return f"{socket.gethostname()}:{source}"
@@ -124,6 +129,7 @@ def bring(
 
     `again`: the command that goes on; `old`: they are what an older run was started with.
     """
+    progress = lined(progress)
     if found.action == "push":
         push(host, found, progress, meter=on_terminal(progress), again=again)
     if found.root and found.action in ("push", "keep") and found.kept:

@@ -26,7 +26,7 @@ from deploy.errors import USAGE, DeployError, nearest
 from deploy.host import NoPython
 from deploy.manifest import Progress, name_of
 from deploy.meter import Meter
-from deploy.sizes import age, size
+from deploy.sizes import age, printable, size
 from deploy.target import Target
 from deploy.weights import Weights
 
@@ -58,6 +58,7 @@ def push(
         raise DeployError(f"--streams {streams} must be from 1 to {sender.MOST}", code=USAGE)
     if goal.host.is_local:
         return stage(goal, directory, kind, evict_first=evict_first, progress=progress)
+    progress = weights.lined(progress)
     source = Path(typedpath.expand(directory)).absolute()
     problems = weights_check.check_model_dir(source) if kind == "weights" else lookup.data_problems(source)
     _refuse(problems, kind)
@@ -122,6 +123,7 @@ def stage(
     goal: Target, directory: str, kind: str, *, evict_first: bool = False, progress: Progress
 ) -> dict[str, Any]:
     """Copy a directory that lies on the host: weights into shared memory, data into the state."""
+    progress = weights.lined(progress)
     room = _room(goal)
     state, shm = room["state"]["root"], room["shm"]["root"]
     asked: dict[str, Any] = {"timeout": weights.SILENCE, "progress": progress}
@@ -162,7 +164,7 @@ def make_room(
     if not chosen or not evict_first:
         remedy = "fab weights.list shows what else could go (fab weights.evict)"
         if chosen:
-            remedy = f"--evict-first removes {_clean(budget.described(chosen))} before; {remedy}"
+            remedy = f"--evict-first removes {printable(budget.described(chosen))} before; {remedy}"
         else:
             others = budget.others(copies, str(found.path), found.name)
             remedy = "; ".join([*_why_not(others, evict_first), remedy])
@@ -184,7 +186,7 @@ def _why_not(others: Sequence[Copy], evict_first: bool) -> list[str]:
         words[-1] += ": stop what runs there first (fab status, fab stop)"
     if evict_first and others:
         words.append("nothing was evicted, since all that may go is not enough")
-    return [_clean(one) for one in words]
+    return [printable(one) for one in words]
 
 
 def told(done: Mapping[str, Any], host: str) -> str:
@@ -195,7 +197,7 @@ def told(done: Mapping[str, Any], host: str) -> str:
         what += (
             f", {size(done['sent'])} sent in {done['seconds']:.1f} s ({rate}/s), every byte read back there"
         )
-    return what
+    return printable(what)
 
 
 # -- looking -----------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def table(copies: Sequence[Copy], host: str) -> str:
         rows.append(
             (
                 one["where"],
-                _clean(name) + marks,
+                printable(name) + marks,
                 size(one["bytes"]),
                 memory,
                 age(one["age"]),
@@ -279,7 +281,7 @@ def chosen(copies: Sequence[Copy], which: str, host: str) -> list[Copy]:
     ]
     if not found:
         close = nearest(which, [one["name"] for one in copies]) if which else ""
-        named = _clean(which) if which.strip() else f"'{_clean(which)}'"
+        named = printable(which) if which.strip() else f"'{printable(which)}'"
         raise DeployError(f"{named} is not among the copies on {host}, which fab weights.list shows{close}")
     return found
 
@@ -298,12 +300,18 @@ def _room(goal: Target) -> dict[str, Any]:
 
 
 def _known(goal: Target, name: str, place: str, root: str) -> tuple[Any, Any, dict[str, Any]]:
-    """(copies on disk, copies in shared memory, what else `weights.pushed` takes)."""
+    """(copies on disk, copies in shared memory, what else `weights.pushed` takes).
+
+    Raises DeployError for a place where others can change what is in it.
+    """
     places = [one for one in (place, root) if one]
     wanted: dict[str, Any] = {"copies": {"name": name, "places": places}, "hashes": {}}
+    wanted["places"] = {"state": place, "shm": root}
     if root:
         wanted["held"] = {"name": name, "place": root}
     answers = onhost.ask(goal.host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)
+    if answers["places"]:  # before anything is read
+        raise DeployError(f"{goal.settings.name}: {answers['places'][0]}")
     found = dict(zip(places, answers["copies"], strict=True))
     known = {"hashes": answers["hashes"], "held": answers.get("held", 0)}
     return found.get(place, []), found.get(root, []), known
@@ -314,7 +322,3 @@ def _refuse(problems: Sequence[str], kind: str) -> None:
     remedy = f"correct {kind}: in the run's file"
     if problems:
         raise DeployError("\n".join(problem.replace(remedy, "name another") for problem in problems))
-
-
-def _clean(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in text)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from fabbed import FAB, call
 
-from deploy import CHECKOUT, settings, weights_tasks
+from deploy import CHECKOUT, menu, sender, settings, weights_tasks
 from deploy.errors import DeployError
 from deploy.host import Local, NoPython
 from deploy.ssh import Ssh
@@ -182,11 +182,32 @@ def test_what_cannot_be_done_is_one_sentence(goal: Target, model: Path, tmp_path
         push(goal, Path("/no/model"))
     with pytest.raises(DeployError, match=r"^--streams 99 must be from 1 to 16$"):
         weights_tasks.push(goal, str(model), "weights", streams=99, progress=silent)
+    for word in ("x", "0", "60", "9" * 50):
+        with pytest.raises(
+            DeployError, match=rf"^--streams {word[:40]} must be a whole number from 1 to 16$"
+        ):
+            menu.whole("--streams", word, sender.MOST)
     with pytest.raises(DeployError, match=r"^\.\./etc is not among the copies on gpu-box, which fab weigh"):
         weights_tasks.evict(goal, "../etc", silent)
     with pytest.raises(DeployError, match=r"^/etc/x is no copy in /etc; fab weights\.list shows what is th"):
         weights_tasks._evict(goal, {"path": "/etc/x"}, silent)
     assert os.listdir(str(goal.settings.shm)) == []
+    said: list[str] = []
+    os.chmod(str(goal.settings.shm), 0o777)
+    with pytest.raises(DeployError, match=f"^gpu-box: every user can write to {goal.settings.shm}, and so"):
+        weights_tasks.push(goal, str(model), "weights", progress=said.append)
+    assert said == []  # nothing was read
+
+
+def test_a_newline_in_a_name_breaks_no_line(goal: Target, model: Path) -> None:
+    said: list[str] = []
+    odd = model.rename(model.with_name("a\nmodel"))
+    for more in ({"rsync": True}, {}):
+        done = weights_tasks.push(goal, str(odd), "weights", progress=said.append, **more)
+        said.append(weights_tasks.told(done, "gpu-box"))
+    said.append(weights_tasks.told(weights_tasks.stage(goal, str(odd), "weights", progress=said.append), "x"))
+    assert len(said) > 4
+    assert [line for line in said if not line.isprintable()] == []
 
 
 def test_a_host_without_python_gets_weights_by_rsync(goal: Target, model: Path) -> None:
