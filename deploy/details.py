@@ -113,12 +113,12 @@ def evidence(run: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _process(item: dict[str, Any], sample: float) -> dict[str, Any]:
-    spent = health_work.seconds_of_cpu(item) if sample else None
+    used, wanted = health_work.cpus(item, sample) or (None, None)
     words = [str(word) for word in rows(item, "cmdline")]
     return {
         **{key: item.get(key) for key in ("pid", "state", "wchan", "rss", "stdout")},
-        "cpus": None if spent is None else spent / sample,
-        "cpus_wanted": None if spent is None else health_work.wanted(item, spent) / sample,
+        "cpus": used,
+        "cpus_wanted": wanted,
         "command": mask.words(words),
     }
 

@@ -66,20 +66,37 @@ def look(run: dict[str, Any], sample: float) -> Work:
     own = [item.get("cmdline") for item in found if item.get("nspid", item.get("pid")) in waiting]
     rest = [item for item in found if item.get("cmdline") not in own]  # launch and its guard wait
     living = [item for item in rest if item.get("state") not in ("Z", "X")]
-    used = [(spent, wanted(item, spent)) for item in living if (spent := seconds_of_cpu(item)) is not None]
-    known = bool(used) and sample > 0
+    used = [use for item in living if (use := cpus(item, sample)) is not None]
     # What comes through pipes and sockets counts as read, too: only a file or a disk is a load.
-    reads = [change(item, "io", 0 if table(item, "reading") else 1) or 0.0 for item in living]
+    reads = [
+        (change(item, "io", 0 if table(item, "reading") else 1) or 0.0) / length
+        for item in living
+        if (length := elapsed(item, sample)) > 0
+    ]
     trainer = number(launch, "trainer_pid")
     here = {item.get("nspid", item.get("pid")) for item in found}
     return Work(
         processes=living,
         dead=[item for item in rest if item.get("state") in ("Z", "X")],
-        cpus=sum(spent for spent, _ in used) / sample if known else None,
-        wants=sum(whole for _, whole in used) / sample if known else 0.0,
-        reads=max(reads, default=0.0) / sample if sample > 0 else 0.0,
+        cpus=sum(got for got, _ in used) if used else None,
+        wants=sum(whole for _, whole in used),
+        reads=max(reads, default=0.0),
         complete=bool(here & {number(launch, "pid"), trainer} - {None}),
     )
+
+
+def elapsed(item: dict[str, Any], sample: float) -> float:
+    """Seconds between the two samples of a process; `sample` is the pause that was asked for (0: none).
+
+    On a busy machine it takes longer, which only the probe knows (an older one did not tell).
+    """
+    return (number(item, "elapsed") or sample) if sample > 0 else 0.0
+
+
+def cpus(item: dict[str, Any], sample: float) -> tuple[float, float] | None:
+    """The CPUs that a process used between the samples, and those that it wanted; None: not known."""
+    length, spent = elapsed(item, sample), seconds_of_cpu(item)
+    return None if spent is None or length <= 0 else (spent / length, wanted(item, spent) / length)
 
 
 def seconds_of_cpu(item: dict[str, Any]) -> float | None:

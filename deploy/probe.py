@@ -26,17 +26,18 @@ started finished engine_started gone unknown}: gone if the engine has it no more
 could not be asked. A process's `nspid` is its pid as its own files call it. `running` is what the trainer
 really runs with, {argv environment image_id started files [{path modified}]}, from /proc (its files: what its
 command line names); null where that cannot be read.
-A process has `io` like `cpu_ticks`, [bytes read, of these from a disk, bytes written] each; `ran`, too, the
-nanoseconds that its threads have computed; `wanted`, those that they would have computed meanwhile with a CPU
-for each (null where the kernel does not tell it); `wait` and `threads` if it used no CPU meanwhile (see
-`deploy.waits`), `reading` if it read much, `stdout_file` if it prints into one, `ended` (a wait status) if
-nobody has waited for its end. `load` {average ready cpus} is the machine's at the second sample. `gpus` of a
-run: see `deploy.run_devices`; `log` {bytes last_write first_bytes_offset tail last_line free_bytes}, the last
-line being the newest that is not launch's own;
-`oom_kills_since`: how many the kernel counts since the launch began that is gone without a word;
-`weights` {path there missing}; `deleted` weights that its ranks have open and that were removed;
-`memory_group` {oom_kills limit}; `reference` {run_id tokens_per_second steps} of its name and its own speed
-over as many steps, `recent`; `pace`: see `deploy.pace`.
+A process has `elapsed`, the seconds that really passed between its two samples (on a busy machine more than
+`sample_seconds`, the pause that was asked for); `io` like `cpu_ticks`, [bytes read, of these from a disk,
+bytes written] each; `ran`, too, the nanoseconds that its threads have computed; `wanted`, those that they
+would have computed meanwhile with a CPU for each (null where the kernel does not tell it); `wait` and
+`threads` if it used no CPU meanwhile (see `deploy.waits`), `reading` if it read much, `stdout_file` if it
+prints into one, `ended` (a wait status) if nobody has waited for its end. `load` {average ready cpus} is the
+machine's at the second sample. `gpus` of a run: see `deploy.run_devices`; `log` {bytes last_write
+first_bytes_offset tail last_line free_bytes}, the last line being the newest that is not launch's own;
+`oom_kills_since`: how many the kernel counts since the launch began that is gone without a word; `weights`
+{path there missing}; `deleted` weights that its ranks have open and that were removed; `memory_group`
+{oom_kills limit}; `reference` {run_id tokens_per_second steps} of its name and its own speed over as many
+steps, `recent`; `pace`: see `deploy.pace`.
 """
 
 from __future__ import annotations

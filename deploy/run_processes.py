@@ -31,18 +31,23 @@ def add(runs: list[dict[str, Any]], sample: float) -> None:
     chosen = [process for run in runs for process in run["processes"]]
     if not chosen or sample <= 0:
         return
-    first = {}
+    first: dict[int, tuple[float, cpu_time.Look | None]] = {}
     for process in chosen:
-        process["io"] = _once(procfs.io(process["pid"]))
-        first[process["pid"]] = cpu_time.look(process["pid"], process["state"])
+        pid = process["pid"]
+        look = cpu_time.look(pid, process["state"])
+        first[pid] = (look.at if look else time.monotonic(), look)
+        # The counts are read within the time that the two looks enclose, so that no rate comes out too high.
+        now = procfs.stat(pid)
+        if now and now["start"] == table[pid]["start"]:
+            process["cpu_ticks"] = [now["ticks"]]
+        process["io"] = _once(procfs.io(pid))
     time.sleep(max(0.0, sample - (time.monotonic() - began)))
     waits, budget, load = Waits(), ALL_THREADS, cpu_time.load()
     for run in runs:
         run["load"] = load if run["processes"] else None
     for process in chosen:
-        if _lives_on(
-            process, table[process["pid"]]["start"], first[process["pid"]], sample, cpu_time.crowded(load)
-        ):
+        start = table[process["pid"]]["start"]
+        if _lives_on(process, start, *first[process["pid"]], cpu_time.crowded(load)):
             budget -= _add_waits(process, waits, min(MOST_THREADS, budget))
 
 
@@ -73,9 +78,9 @@ def _contained(run: dict[str, Any], table: dict[int, dict[str, Any]]) -> list[in
 
 
 def _lives_on(
-    process: dict[str, Any], start: int, before: cpu_time.Look | None, sample: float, crowded: bool
+    process: dict[str, Any], start: int, since: float, before: cpu_time.Look | None, crowded: bool
 ) -> bool:
-    """The second sample of one process: whether it is still there."""
+    """The second sample of one process, the first one being of `since`: whether it is still there."""
     pid = process["pid"]
     now = procfs.stat(pid)
     if not now or now["start"] != start:
@@ -83,14 +88,16 @@ def _lives_on(
         return False
     process["cpu_ticks"].append(now["ticks"])
     process["state"], process["ended"] = now["state"], now["ended"]
+    counts = procfs.io(pid)
     after = cpu_time.look(pid, now["state"]) if before else None
+    # On a machine without a free CPU we wait for one, too: more than the pause that was asked for.
+    elapsed = process["elapsed"] = (after.at if after else time.monotonic()) - since
     if before and after:
         ran, process["wanted"] = cpu_time.between(pid, before, after, crowded)
         process["ran"] = [0, ran]
-    counts = procfs.io(pid)
     if process["io"] and counts:
         process["io"].append(counts)
-        if max(counts[0] - process["io"][0][0], counts[1] - process["io"][0][1]) >= READS * sample:
+        if max(counts[0] - process["io"][0][0], counts[1] - process["io"][0][1]) >= READS * elapsed:
             process["reading"] = _reading(pid)
     if process["program"] and process["program"].startswith(("python", "pypy")):
         process["stdout_file"] = _stdout_file(pid, process["stdout"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,18 @@ import pytest
 from deployed import until
 from situations import memory_group
 
-from deploy import cpu_time, machine, nvml, pace, probe, procfs, run_devices, run_processes, running
+from deploy import (
+    cpu_time,
+    health_work,
+    machine,
+    nvml,
+    pace,
+    probe,
+    procfs,
+    run_devices,
+    run_processes,
+    running,
+)
 
 UUIDS = ("GPU-a", "GPU-b")
 
@@ -314,3 +326,29 @@ def test_ranks_that_meet_on_the_loopback_are_all_on_this_host():
 
 def rank_of(address: str) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "MASTER_ADDR": address, "WORLD_SIZE": "3", "RANK": "0"}
+
+
+# -- what a process does between two samples ---------------------------------------------------------------
+
+
+def test_a_rate_is_over_the_time_that_really_passed_between_the_samples(monkeypatch):
+    """Where every CPU is taken the pause takes longer than was asked for; no thread has more than one."""
+    busy = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    pause = time.sleep
+    monkeypatch.setattr(run_processes.time, "sleep", lambda seconds: pause(seconds + 0.2))
+    try:
+        run = {"path": "/run", "alive": True, "container": None, "launch": {"pid": busy.pid}}
+        run_processes.add([run], 0.1)
+        run["launch"] = {}  # launch itself does not count, and this is to
+        (found,) = run["processes"]
+        assert found["elapsed"] >= 0.2
+        work = health_work.look(run, 0.1)
+        assert 0 < work.cpus <= work.wants <= 1.0
+        found["io"], length = [[0, 0, 0], [int(9e6), int(9e6), 0]], found["elapsed"]
+        assert health_work.look(run, 0.1).reads == pytest.approx(9e6 / length)
+        del found["elapsed"]  # an older probe does not tell
+        assert health_work.look(run, 0.1).reads == 9e7
+        assert health_work.look(run, 0).cpus is None
+    finally:
+        busy.kill()
+        busy.wait()
