@@ -31,7 +31,6 @@ image}, a command that makes a container and ends. ``user`` [uid, gid] is whom a
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -42,14 +41,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from deploy import contained, engine, files, new_run, probe, procfs
+from deploy import contained, engine, files, new_run, probe
 from deploy.errors import DeployError
+from deploy.switch_record import Record
 from deploy.switch_steps import Failed, Switch, wait
 from trainer import status
 
 ENGINE_PATIENCE = 10.0  # seconds that the engine has to answer before anything is touched
-FULL = (errno.ENOSPC, errno.EDQUOT)
-SPARE = "/dev/shm"  # where the record of a stop goes if the disk is full
 LOCK_PATIENCE = 1.0  # seconds: a probe that looks at the lock holds it for a moment
 
 
@@ -59,61 +57,6 @@ class Refused(Exception):
 
 class Begun(Exception):
     """The job has begun already: its specification came twice, the second time after a lost connection."""
-
-
-class Record:
-    """The file that tells what the job did, rewritten whole at every change."""
-
-    def __init__(self, path: str, spec: dict[str, Any]) -> None:
-        self.path = path
-        self.optional = not spec["start"]  # a full disk must not keep a run from being stopped
-        own = procfs.stat(os.getpid()) or {}
-        self.value: dict[str, Any] = {
-            "schema": status.SCHEMA,
-            "name": spec["name"],
-            "run_path": spec["run_path"],
-            "old_run_path": spec["old_run_path"],
-            "by": spec["by"],
-            "job": {"pid": os.getpid(), "start": own.get("start")},
-            "started": time.time(),
-            "ended": None,
-            "outcome": "running",
-            "reason": None,
-            "last_lines": [],
-            "exit": None,
-            "steps": [],
-        }
-        try:
-            status.write_json(self.path, self.value)
-        except OSError as error:
-            if not self.optional or error.errno not in FULL:
-                raise
-            self.path = f"{SPARE}/.drafthouse-{os.getuid()}-{spec['name']}-stop.json"
-            self.write()
-
-    def write(self) -> None:
-        try:
-            status.write_json(self.path, self.value)
-        except OSError as error:
-            # What was done counts; that a full disk does not take the words is no reason to stop half-way.
-            if error.errno not in FULL:
-                raise
-
-    def begin(self, name: str) -> None:
-        step = {"name": name, "outcome": "running", "started": time.time(), "ended": None, "detail": ""}
-        self.value["steps"].append(step)
-        self.write()
-
-    def end_step(self, outcome: str, detail: str) -> None:
-        self.value["steps"][-1].update(outcome=outcome, detail=detail, ended=time.time())
-        self.write()
-
-    def end(self, outcome: str, failure: Failed | None = None, more: str = "") -> None:
-        self.value.update(outcome=outcome, ended=time.time())
-        if failure:
-            reason = f"{failure}; {more}" if more else str(failure)
-            self.value.update(reason=reason, last_lines=failure.last_lines, exit=failure.exit)
-        self.write()
 
 
 # -- before anything is touched ----------------------------------------------------------------------------

@@ -113,8 +113,11 @@ class Switch:
             self.clear_left_behind(old)
             return "skipped", "no run is in progress"
         began = time.monotonic()
-        with contextlib.suppress(OSError):  # a full disk must not keep a run from being stopped
+        try:
             old.ask("stop", self.spec["by"])
+            asked = True
+        except OSError:  # a full disk must not keep a run from being stopped
+            asked = False
         words = self.signal_run(old, signal.SIGTERM)
         patience = self.spec["grace_seconds"] + KILL_MARGIN
         if not wait(lambda: not old.alive(), patience):
@@ -127,6 +130,13 @@ class Switch:
             message = f"did not end within {patience:g} s and was killed"
             exit = status.Exit("stopped", 137, signal=9, asked_by=self.spec["by"], message=message)
             with contextlib.suppress(OSError):
+                old.write_exit(exit)
+        elif not asked and exit.asked_by == signal.SIGTERM.name:  # it could not know whose signal it was
+            exit.message = exit.message.replace(
+                f"stopped by {exit.asked_by}", f"stopped by {self.spec['by']}"
+            )
+            exit.asked_by = self.spec["by"]
+            with contextlib.suppress(OSError):  # there is room: launch has let go of what it kept for its end
                 old.write_exit(exit)
         return "ok", f"{words}; ended after {time.monotonic() - began:.1f} s with exit code {exit.code}"
 

@@ -14,7 +14,8 @@ import deployed
 import pytest
 from deployed import CHECKOUT, HOST, TRAINER, Place, steps, until
 
-from deploy import procfs, switch
+from deploy import procfs, switch, switch_record
+from deploy.switch_steps import Failed
 from trainer import status
 
 pytestmark = pytest.mark.slow
@@ -253,9 +254,31 @@ def test_a_full_disk_does_not_keep_a_run_from_being_stopped(place, tmp_path):
         assert not run.alive()
         assert answer["record"].startswith("/dev/shm/")
         assert json.loads(Path(answer["record"]).read_text())["outcome"] == "done"
-        assert run.exit().reason == "stopped"
+        assert (run.exit().reason, run.exit().asked_by) == ("stopped", "ada@desk")  # not a mere signal
+        assert run.exit().message.startswith("stopped by ada@desk after")
     finally:
         place.end_all()
         if answer.get("record", "").startswith("/dev/shm/"):
             Path(answer["record"]).unlink()
         subprocess.run(["umount", "-l", str(place.root)], check=True)
+
+
+@pytest.mark.root
+def test_a_disk_that_is_full_by_the_end_of_a_switch_has_room_for_its_outcome(tmp_path):
+    """Else its job would be gone without one, which looks as if somebody had killed it."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], check=True)
+    try:
+        path = tmp_path / "switch.json"
+        whose = {"name": "demo", "run_path": str(tmp_path), "old_run_path": None, "by": "ada@desk"}
+        record = switch_record.Record(str(path), {**whose, "start": {"argv": ["true"]}})
+        record.begin("settled")
+        fill(tmp_path / "full")
+        record.end_step("ok", "alive")
+        assert json.loads(path.read_text())["steps"][0]["outcome"] == "running"  # no room for that
+        record.end("failed", Failed("died", ["é" * 50_000]))  # more than is kept
+        told = json.loads(path.read_text())
+        assert (told["outcome"], told["reason"], told["last_lines"]) == ("failed", "died", [])
+        assert (told["steps"][0]["outcome"], path.stat().st_mode & 0o777) == ("ok", 0o644)
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["full", "switch.json"]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
