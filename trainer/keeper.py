@@ -101,8 +101,9 @@ class Keeper:
             if delay is None:
                 break
             number = self.state.attempt
-            text = f"attempt {number} ended {ending.how(end)} after {ending.duration(end.seconds)}"
-            self.say(f"{text}; attempt {number + 1} starts in {delay:g} s")
+            how = f"{ending.how(end)} after {ending.duration(end.seconds)}"
+            self.state.ended = {"attempt": number, "how": how}
+            self.say(f"attempt {number} ended {how}; attempt {number + 1} starts in {delay:g} s")
             until = crashes[-1] + delay
             while not self.state.stopping and time.monotonic() < until:
                 self._turn(until - time.monotonic())

@@ -176,6 +176,7 @@ class Launch:
     trainer_started: float | None = None  # Unix time, s
     stdout_dropped: int = 0  # records that stdout could not take; log/ has them
     stopping: str | None = None  # who asked, once a stop was asked for
+    ended: dict | None = None  # {attempt, how: "by SIGKILL after 2 min 3 s"}: the last attempt that has ended
     answered: dict | None = None  # {id, action, outcome, time, log: offsets} of the last dump-stacks
     log_missing: int = 0  # bytes that log/ could not take; a line in it says so where they are missing
     # What the trainer itself has printed, apart from launch's own lines: so much, up to `offset` of the log.

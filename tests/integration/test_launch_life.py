@@ -103,6 +103,8 @@ os._exit(0 if attempt == 2 else 9)
     with launched(tmp_path, python(source), restart_attempts=3) as run:
         record = run.finish()
     assert (record.reason, record.code, record.attempts) == ("finished", 0, 2)
+    told = run.directory.launch().ended
+    assert (told["attempt"], told["how"].partition(" after ")[0]) == (1, "with exit code 9")
     assert run.log == b"attempt 1\nattempt 2\n"
     banners = [line for line in run.notes if "drafthouse run" in line]
     assert [f"attempt {n} ·" in line for n, line in enumerate(banners, 1)] == [True, True]
