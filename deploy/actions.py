@@ -30,7 +30,6 @@ from deploy import prune as pruning
 from deploy import pull as fetching
 from deploy.errors import USAGE, DeployError, either, nearest
 from deploy.execute import Work
-from deploy.health_words import command
 from deploy.lock import Patience
 from deploy.plan import Plan
 from deploy.prune import Prune
@@ -177,7 +176,8 @@ def plan_again(
     if task == "rollback" and at.watched is not None and at.fresh:
         wanted = again.after_switch(at.watched, goal.settings.name, name, facts, release_id)
     else:
-        wanted = again.which(task, goal.settings.name, name, facts, release_id)
+        default = goal.settings.run or goal.project.default_run
+        wanted = again.which(task, goal.settings.name, name, facts, release_id, default)
     layout = survey.layout_of(goal.settings, facts, name)
     found = release.deployed(goal.host, layout, wanted)
     if found is None:
@@ -318,8 +318,8 @@ def diff(goal: Target, wanted: Recipe, progress: Progress = silent) -> str:
     new = plan.make_release(found, goal.settings, wanted.settings)
     old = plan.release_before(found)
     name, where = wanted.settings.name, goal.settings.name
-    lost = again.without_current(name, facts)
-    lost = f"{name} on {where} {lost}; {command('deploy', name, where)} puts it right" if lost else ""
+    default = goal.settings.run or goal.project.default_run
+    lost = again.puts_right(name, where, facts, default) if again.without_current(name, facts) else ""
     if old is None:
         return lost or f"nothing of {name} is deployed on {where}; fab deploy would write {new.id}"
     before = release.deployed(goal.host, found.layout, old)

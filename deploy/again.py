@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deploy import release
@@ -19,13 +21,22 @@ OURS = "drafthouse:"  # before the digest of every image that we build
 Deployed = tuple[Mapping[str, bytes], Mapping[str, str]]  # what release.deployed gives
 
 
-def which(task: str, host: str, name: str, facts: Mapping[str, Any], release_id: str | None = None) -> str:
-    """The id of the release that is meant. Raises DeployError if there is none."""
+def which(
+    task: str,
+    host: str,
+    name: str,
+    facts: Mapping[str, Any],
+    release_id: str | None = None,
+    default_run: str | None = None,
+) -> str:
+    """The id of the release that is meant. Raises DeployError if there is none.
+
+    `default_run` is the file that a command takes by itself, for those that are proposed.
+    """
     known = facts["names"].get(name) or {}
     current, previous, there = known.get("current"), known.get("previous"), known.get("releases") or []
     if current is None and there:
-        lost = without_current(name, facts)
-        raise DeployError(f"{name} on {host} {lost}; {command('deploy', name, host)} puts it right")
+        raise DeployError(puts_right(name, host, facts, default_run))
     if current is None:
         offered = nearest(name, [one for one in facts["names"] if one != name])
         raise DeployError(
@@ -65,6 +76,26 @@ def without_current(name: str, facts: Mapping[str, Any]) -> str:
     if known.get("current") is not None or not known.get("releases"):
         return ""
     return f"has no current release, as the link names/{name}/current is not there"
+
+
+def puts_right(name: str, host: str, facts: Mapping[str, Any], default_run: str | None) -> str:
+    """The same as a sentence with the command that puts it right, by the file of the name's newest run."""
+    lost = without_current(name, facts)
+    runs = [run for run in facts["runs"] if run["name"] == name and run["run"]]
+    mends = with_file(command("deploy", name, host), runs[-1] if runs else {}, default_run)
+    return f"{name} on {host} {lost}; {mends} puts it right"
+
+
+def with_file(words: str, run: Mapping[str, Any], default_run: str | None) -> str:
+    """A command with the run's own file: `fab deploy --name exp` would start the default run's as exp.
+
+    Only commands that render a file get one.
+    """
+    file = (run.get("run") or {}).get("run_file")
+    if not words.startswith(("fab deploy", "fab restart")) or not isinstance(file, str) or not file:
+        return words
+    word = Path(file).stem if str(Path(file).parent) == "runs" else file
+    return words if word == default_run else f"{words} --run {shlex.quote(word)}"
 
 
 def after_switch(

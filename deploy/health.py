@@ -96,7 +96,10 @@ def in_progress(run: dict[str, Any], now: float, host: str | None, sample: float
     work = working.look(run, sample)
     found = doing(run, now, work)
     attempt, asked = number(launch, "attempt"), launch.get("stopping")
-    reason = found.reason + (f", attempt {attempt:g}" if attempt and attempt > 1 else "")
+    reason = found.reason
+    if attempt and attempt > 1:
+        how = ended(launch, attempt - 1)
+        reason += f", attempt {attempt:g}" + (f" (the one before ended {how})" if how else "")
     reason += f", stopping (asked by {cut(str(asked), 60)})" if asked else ""
     reason = "; ".join([reason, *notes.beside(run, now, bool(work.dead))])
     if found.there:
@@ -109,6 +112,12 @@ def in_progress(run: dict[str, Any], now: float, host: str | None, sample: float
     else:
         further = command(found.task, name, host)
     return Verdict(found.word, reason, further)
+
+
+def ended(launch: dict[str, Any], attempt: float) -> str:
+    """``by SIGKILL after 2 min 3 s``: how an attempt has ended; empty if launch does not tell (any more)."""
+    told = table(launch, "ended")
+    return cut(str(told.get("how") or "")) if number(told, "attempt") == attempt else ""
 
 
 def doing(run: dict[str, Any], now: float, work: Work) -> Doing:
@@ -126,8 +135,9 @@ def doing(run: dict[str, Any], now: float, work: Work) -> Doing:
             "gpu-lost", ", ".join([gone, *([progress(slowest(beats), now)] if beats else [])]), "restart"
         )
     if attempt and launch.get("trainer_pid", 0) is None and not launch.get("stopping"):
-        words = f"attempt {attempt:.0f} has ended, the next one is about to start{last_line(run)}"
-        return Doing("starting", words)
+        how = ended(launch, attempt)
+        words = " ".join(filter(None, [f"attempt {attempt:.0f} has ended", how]))
+        return Doing("starting", f"{words}, the next one is about to start{last_line(run)}")
     dead = deaths.dead_ranks(work, beats, now, GRACE)
     if dead:
         # The others may wait for it in a spinning loop, on the CPU or a GPU: it is no progress.
@@ -302,6 +312,7 @@ def computing(run: dict[str, Any], work: Work, heard: bool = True) -> Doing:
         return Doing("silent", why, "stacks")
     died, held, reads = deaths.dead_children(work), output.held_back(work), working.reading(work)
     peek = bool(held) and not died
+    looks = peek or (not heard and not died and output.may_hold(work))
     held = f"{held}; fab peek shows it" if held else "" if heard else output.may_hold_back(work)
     gpus = busy_gpus(run)
     much = f"{count} {working.using(work, table(run, 'load'))}"
@@ -312,7 +323,7 @@ def computing(run: dict[str, Any], work: Work, heard: bool = True) -> Doing:
         # A little work now and then, and output that cannot be seen: nothing says that it has stopped.
         word = "silent" if not died and (gpus or (peek and work.cpus >= working.SOME)) else "stalled"
     # Of a program that is no Python neither buffer nor stacks can be shown.
-    task = "peek" if peek else "stacks" if output.any_python(work) else "tail"
+    task = "peek" if looks else "stacks" if output.any_python(work) else "tail"
     return Doing(word, ", ".join(part for part in parts if part), task)
 
 

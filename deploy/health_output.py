@@ -69,6 +69,12 @@ def buffered(item: dict[str, Any]) -> str:
     return f"{python_start.ignores_variables(words)} makes Python ignore PYTHONUNBUFFERED"
 
 
+def may_hold(work: Work) -> bool:
+    """Whether a Python prints into a file that is empty: nothing yet, or a program's own buffer has it."""
+    files = [table(item, "stdout_file") for item in work.processes if PYTHON.fullmatch(program(item))]
+    return any(number(file, "bytes") == 0 for file in files)
+
+
 def prints_elsewhere(work: Work) -> tuple[float, str] | None:
     """(when, words) of the newest output into a file that is not the run's log."""
     found = []

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import queue
-import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deploy import again, details, health_words, mask
@@ -154,20 +152,15 @@ def _no_current(goal: Target, facts: Mapping[str, Any], run: Mapping[str, Any], 
 
 
 def _with_file(goal: Target, run: Mapping[str, Any], command: str | None) -> str | None:
-    """`fab deploy --name exp` would start the default run's file under that name: the run's own is added.
+    """A command as it is given here: with the run's own file, see `again.with_file`.
 
     And ssh is given the address of a host instead of its name here.
     """
-    file = (run["run"] or {}).get("run_file")
     if command is not None and command.startswith(f"ssh {goal.settings.name} "):
         name, address = goal.settings.name, goal.settings.address or goal.settings.name
         return command.replace(f"ssh {name} ", f"ssh {address} ", 1)
-    renders = command is not None and command.startswith(("fab deploy", "fab restart"))
-    if command is None or not renders or not isinstance(file, str) or not file:
-        return command
-    word = Path(file).stem if str(Path(file).parent) == "runs" else file
     default = goal.settings.run or goal.project.default_run
-    return command if word == default else f"{command} --run {shlex.quote(word)}"
+    return None if command is None else again.with_file(command, run, default)
 
 
 def _whole(value: float | None) -> int | None:

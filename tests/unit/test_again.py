@@ -37,6 +37,14 @@ def test_start_and_restart_mean_the_current_release_and_rollback_the_one_before(
     assert again.which("rollback", "box", "demo", known(), OLD) == OLD
 
 
+def test_a_lost_link_is_put_right_with_the_file_of_the_run() -> None:
+    found = known(current=None)
+    found["runs"][-1]["run"]["run_file"] = "runs/nocur.yaml"
+    said = "demo on box has no current release, as the link names/demo/current is not there; fab deploy --host box --name demo"
+    assert refusal("start", "box", "demo", found, None, "demo") == f"{said} --run nocur puts it right"
+    assert refusal("start", "box", "demo", found, None, "nocur") == f"{said} puts it right"
+
+
 def test_a_release_that_is_not_there_is_refused_with_the_reason() -> None:
     assert refusal("start", "box", "dem", known()) == (
         "nothing of dem is deployed on box; did you mean demo?; fab start starts a deployed release again, fab deploy makes one"

@@ -30,6 +30,18 @@ def test_a_recorded_situation_gets_its_verdict(path):
     assert "\n" not in found.reason
 
 
+def test_an_empty_file_may_have_all_in_a_buffer_that_the_program_made_itself():
+    """PYTHONUNBUFFERED does not reach ``open(1, "w", buffering=8192)``; only fab peek tells."""
+    found = case("stalled-buffered-file")
+    (printer,) = [item for item in found["run"]["processes"] if item["stdout_file"]]
+    printer["unbuffered"], printer["stdout_file"]["bytes"] = "1", 0
+    told = verdict(found["run"], found["time"])
+    assert (told.word, told.next_command) == ("stalled", "fab peek --name demo")
+    assert "held back" not in told.reason  # which is not known
+    printer["stdout_file"]["bytes"] = 1
+    assert verdict(found["run"], found["time"]).next_command == "fab stacks --name demo"
+
+
 def test_every_word_has_a_recorded_situation():
     assert {json.loads(path.read_text())["word"] for path in CASES} == set(WORDS)
 
@@ -130,6 +142,18 @@ def test_no_rank_is_called_dead_if_the_processes_could_not_be_read():
     dead = case("stalled-rank-dead")
     dead["run"]["processes"] = []
     assert "is gone" not in verdict(dead["run"], dead["time"] + 600).reason
+
+
+def test_how_the_attempt_before_ended_is_told():
+    found = case("training-second-attempt")
+    launch = found["run"]["launch"]
+    launch["ended"] = {"attempt": 1, "how": "by SIGKILL after 2 min 3 s"}
+    words = "attempt 2 (the one before ended by SIGKILL after 2 min 3 s)"
+    assert words in verdict(found["run"], found["time"]).reason
+    launch.update(trainer_pid=None, ended={"attempt": 2, "how": "with exit code 3 after 5.0 s"})
+    reason = verdict(found["run"], found["time"]).reason
+    assert "attempt 2 has ended with exit code 3 after 5.0 s, the next one" in reason
+    assert "the one before" not in reason  # of that nothing is told any more
 
 
 def test_between_two_attempts_the_next_one_is_awaited():
@@ -298,7 +322,8 @@ JSON = st.recursive(
 )
 PLACES = [
     ("run",), ("launch",), ("heartbeats",), ("exit",), ("switch",), ("log",), ("processes",), ("alive",),
-    ("launch", "attempt"), ("launch", "pid"), ("heartbeats", "0"), ("heartbeats", "0", "phase"),
+    ("launch", "attempt"), ("launch", "pid"), ("launch", "ended"), ("heartbeats", "0"),
+    ("heartbeats", "0", "phase"),
     ("heartbeats", "0", "phase_since"), ("heartbeats", "0", "step"), ("heartbeats", "0", "phase_seconds"),
     ("heartbeats", "0", "tokens_per_second"), ("heartbeats", "0", "last_step_time"), ("log", "tail"),
     ("log", "last_write"), ("exit", "code"), ("exit", "last_lines"), ("exit", "last_checkpoint"),
