@@ -85,7 +85,10 @@ class Switch:
         if not seconds:
             return "skipped", "not wanted"
         began = time.monotonic()
-        request = old.ask("checkpoint", self.spec["by"])
+        try:
+            request = old.ask("checkpoint", self.spec["by"])
+        except OSError as error:  # a full disk, on which it could not save either
+            raise Failed(self.unsaved(f"not be asked to save: {error.strerror}")) from None
 
         def answer() -> Any:
             for beat in heartbeats(old):
@@ -99,11 +102,15 @@ class Switch:
         if answered.get("ended"):
             return "ok", "the run ended meanwhile"
         if answered.get("outcome") != "done":
-            raise Failed(
-                f"run {old.path.name} goes on, because it could not save: {answered.get('outcome')}; "
-                "put that right and try again, or give up what it has learnt since: fab stop --no-checkpoint"
-            )
+            raise Failed(self.unsaved(f"not save: {answered.get('outcome')}"))
         return "ok", f"saved after {time.monotonic() - began:.1f} s"
+
+    def unsaved(self, why: str) -> str:
+        assert self.old is not None
+        return (
+            f"run {self.old.path.name} goes on, because it could {why}; put that right and try again, or "
+            "give up what it has learnt since: fab stop --no-checkpoint"
+        )
 
     def stop(self) -> tuple[str, str]:
         old = self.old

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import deployed
 import pytest
 from deployed import CHECKOUT, HOST, TRAINER, Place, processes_of, steps, until
 
-from deploy import switch
+from deploy import switch, switch_steps
 from deploy.errors import DeployError
 from trainer import status
 
@@ -137,6 +138,19 @@ def test_a_command_without_heartbeats_gets_a_signal_and_no_request(place):
     assert old.request().action == "stop"  # which only says who sends the signal
     assert old.exit().code == 0
     assert "first output" in details(outcome)["first-heartbeat"]
+
+
+def test_a_run_that_a_full_disk_keeps_from_being_asked_to_save_goes_on(place, monkeypatch):
+    old = running(place)
+
+    def ask(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(status.RunDir, "ask", ask)
+    said = "run 0001-demo goes on, because it could not be asked to save: No space left on device; "
+    with pytest.raises(switch_steps.Failed, match=f"^{said}"):
+        switch_steps.Switch(place.spec(None, old), lambda: None).request_checkpoint()
+    assert old.alive()
 
 
 def test_a_run_without_a_step_is_not_asked_for_a_checkpoint(place):
@@ -279,7 +293,7 @@ def test_a_run_that_is_still_loading_can_be_stopped(place):
 # Commands run in the client's own session here, as they would in that of an SSH login.
 CLIENT = """
 import json, subprocess, sys, time
-from deploy import switch
+from deploy import switch, switch_steps
 from deploy.host import Local, Result
 class Login(Local):
     def _run(self, argv, timeout, env, input):
