@@ -335,7 +335,7 @@ def test_a_run_is_stopped_there_although_the_disk_is_full(gpubox: Any, tmp_path:
 # -- clients that are lost ---------------------------------------------------------------------------------
 
 
-def test_a_push_whose_client_is_killed_leaves_nothing_and_the_next_one_is_whole(
+def test_a_deploy_whose_client_is_killed_in_the_push_starts_nothing_and_the_next_one_is_whole(
     remote: Remote, tmp_path: Path
 ) -> None:
     weights = model(tmp_path / "models" / "large", os.urandom(1 << 20) * 150)
@@ -349,15 +349,15 @@ def test_a_push_whose_client_is_killed_leaves_nothing_and_the_next_one_is_whole(
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    until(lambda: list(place.glob(".large.incoming.*/model.safetensors")))
+    until(lambda: list(remote.box.shm.glob(".large.incoming.*/model.safetensors")))
     os.killpg(client.pid, signal.SIGKILL)
     client.wait()
-    until(lambda: not list(place.glob(".large.incoming.*")))
-    assert not list(place.glob("large@*"))
+    assert not [*remote.box.shm.glob("large@*"), *place.glob("large@*")]
     assert remote.runs == []
     remote.ok("deploy", "--no-follow")
-    (kept,) = place.glob("large@*")
-    assert (kept / "model.safetensors").read_bytes() == (weights / "model.safetensors").read_bytes()
+    for copy in (*remote.box.shm.glob("large@*"), *place.glob("large@*")):
+        assert (copy / "model.safetensors").read_bytes() == (weights / "model.safetensors").read_bytes()
+    assert not list(remote.box.shm.glob(".large.incoming.*"))
 
 
 def test_a_switch_goes_on_and_is_watched_again_after_a_lost_link(
