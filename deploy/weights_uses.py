@@ -72,14 +72,7 @@ def parts(path: Path) -> tuple[str, str, bool] | None:
 
 
 def _item(path: Path, where: str, kind: str) -> dict[str, Any]:
-    seen: dict[File, os.stat_result] = {}
-    for folder, _, names in os.walk(path):
-        for name in names:
-            try:
-                one = os.lstat(os.path.join(folder, name))
-            except OSError:
-                continue
-            seen[one.st_dev, one.st_ino] = one
+    seen = files_of(path)
     name, digest, partial = parts(path) or (path.name, "", False)
     whole = None if partial else manifest.whole(path)
     link, modified = path.with_name(name), os.stat(path).st_mtime
@@ -120,16 +113,16 @@ def _text(run: Path) -> str:
 # -- who uses it -------------------------------------------------------------------------------------------
 
 
-def files_of(path: Path) -> set[File]:
-    """Device and inode of every file below `path`."""
-    found = set()
+def files_of(path: Path) -> dict[File, os.stat_result]:
+    """Every file below `path` once, however many names it has there."""
+    found = {}
     for folder, _, names in os.walk(path):
         for name in names:
             try:
                 one = os.lstat(os.path.join(folder, name))
             except OSError:
                 continue
-            found.add((one.st_dev, one.st_ino))
+            found[one.st_dev, one.st_ino] = one
     return found
 
 
