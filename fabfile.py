@@ -749,7 +749,7 @@ def verify_weights(
     if json:
         show(dict(found))
     elif not found:
-        print(f"no weights lie in the shared memory of {goal.settings.name}")
+        print(f"no weights with a manifest lie in the shared memory of {goal.settings.name}")
     for path, problems in () if json else found:
         print("\n".join(problems) if problems else f"{path}: every byte is what was sent")
     return int(any(problems for _, problems in found))

@@ -251,7 +251,9 @@ def verify(path: Path, progress: Progress = silent) -> list[str]:
     """
     manifest = of_copy(path)
     if manifest is None or not {"hash", "chunk", "chunks", "same", "stamp"} <= set(manifest):
-        raise DeployError(f"{path} has no manifest that says what it must be; push or stage it again")
+        raise DeployError(
+            f"{path} has no manifest that says what it must be (the toy has none); push or stage it again"
+        )
     problems = [
         f"{path / relative} is not there"
         if not os.path.isfile(path / relative)

@@ -23,6 +23,7 @@ from deploy import (
     weights_store,
 )
 from deploy.errors import USAGE, DeployError, nearest
+from deploy.health_words import plural
 from deploy.host import NoPython
 from deploy.manifest import Progress, name_of
 from deploy.meter import Meter
@@ -218,7 +219,7 @@ def table(copies: Sequence[Copy], host: str) -> str:
     rows = [("WHERE", "COPY", "SIZE", "MEMORY", "AGE", "USED BY")]
     for one in copies:
         name = f"{'data ' if one['kind'] == 'data' else ''}{one['name']}@{one['digest'][:12]}"
-        state = "in part" if one["partial"] else "damaged"
+        state = "in part" if one["partial"] else "damaged" if one["manifest"] else "no manifest"
         marks = (" ←" if one["linked"] else "") + ("" if one["whole"] else f" ({state})")
         memory = size(one["memory"]) if one["where"] == "memory" else "-"
         rows.append(
@@ -243,14 +244,17 @@ def table(copies: Sequence[Copy], host: str) -> str:
 def _by(one: Copy) -> str:
     newest = list(one["runs"])[-3:]
     more = [f"{len(one['runs']) - len(newest)} more"] if len(one["runs"]) > len(newest) else []
-    held = [f"{len(one['processes'])} processes"] if one["processes"] else []
+    held = [plural(len(one["processes"]), "process")] if one["processes"] else []
     return ", ".join([*newest, *more, *held]) or "nobody"
 
 
 def verify(goal: Target, which: str | None, progress: Progress) -> list[tuple[str, list[str]]]:
-    """Read copies on the host again, by default all in shared memory: (path, what is wrong) of each."""
+    """Read copies on the host again: (path, what is wrong) of each.
+
+    By default all in shared memory that have a manifest to be held against.
+    """
     there = [one for one in listing(goal) if not one["partial"]]
-    memory = [one for one in there if one["where"] == "memory"]
+    memory = [one for one in there if one["where"] == "memory" and one["manifest"]]
     paths = [one["path"] for one in (memory if which is None else chosen(there, which, goal.settings.name))]
     if not paths:
         return []

@@ -33,7 +33,8 @@ def listing(state: str | None, shm: str | None) -> list[dict[str, Any]]:
 
     An item: path, name, digest, where (memory | disk), kind (weights | data), bytes (of all files, a blob
     once), memory (bytes of it that are taken in memory now), modified (Unix seconds) and age, linked (whether
-    ``<name>`` points to it), whole, partial (what an interrupted push left, and the next one goes on with),
+    ``<name>`` points to it), whole, manifest (whether it has one: the toy, which the trainer makes there, has
+    none), partial (what an interrupted push left, and the next one goes on with),
     source, runs (ids that were started with it), processes (pids).
     """
     state, shm = state or room.state_root(), shm or room.shm_root()
@@ -88,6 +89,7 @@ def _item(path: Path, where: str, kind: str) -> dict[str, Any]:
         "age": time.time() - modified,
         "linked": link.is_symlink() and os.path.realpath(link) == os.path.realpath(path),
         "whole": whole is not None,
+        "manifest": os.path.lexists(path / manifest.FILE),
         "partial": partial,
         "source": (whole or {}).get("source"),
     }

@@ -29,6 +29,7 @@ def item(**changes: Any) -> dict[str, Any]:
         "age": 180.0,
         "linked": True,
         "whole": True,
+        "manifest": True,
         "partial": False,
         "source": "desk:/models/m",
         "runs": ["0001-a", "0002-a", "0003-a", "0004-b"],
@@ -146,3 +147,16 @@ def test_a_copy_that_is_open_is_not_evicted(shm: Path) -> None:
         os.close(writing)
         os.waitpid(child, 0)
     weights_uses.evict(str(shm), str(copy))
+
+
+def test_a_copy_without_a_manifest_is_not_called_damaged(tmp_path: Path) -> None:
+    """The toy, which the trainer makes there itself."""
+    toy, torn = tmp_path / "toy@d0e902be36e4", tmp_path / "m@0123456789ab"
+    for place in (toy, torn):
+        place.mkdir()
+        (place / "model.safetensors").write_bytes(b"x")
+    (torn / manifest.FILE).write_text("{}")
+    found = {one["name"]: one for one in weights_uses.listing(str(tmp_path / "state"), str(tmp_path))}
+    shown = weights_tasks.table(list(found.values()), "box")
+    assert "toy@d0e902be36e4 (no manifest)" in shown
+    assert "m@0123456789ab (damaged)" in shown
