@@ -615,7 +615,9 @@ def bootstrap(
     from deploy import target
 
     goal = target.one(host, ROOT, accept_new_host_key)
-    engine = goal.settings.runtime != "process"
+    engine = goal.settings.runtime == "compose" or (
+        goal.settings.runtime == "auto" and goal.settings.container is None
+    )
     made = boots.decide(goal.settings.name, boots.look(goal.host), engine=engine)
     if json:
         show(made.to_json())

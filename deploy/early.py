@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy import ssh
 from deploy.errors import DeployError
-from deploy.host import LOCAL_NAMES
+from deploy.host import CONTAINER, LOCAL_NAMES
 
 
 def begin(host: str | None, root: Path, accept_new_host_key: bool = False) -> None:
@@ -20,7 +20,7 @@ def begin(host: str | None, root: Path, accept_new_host_key: bool = False) -> No
     Nothing is said here, whatever is wrong: `deploy.settings` has the sentences for settings, and the first
     use of the host those for the connection.
     """
-    name = (host or "localhost").strip()
+    name = CONTAINER.sub("", (host or "localhost").strip())
     address = _address(name, root / "fabric.yaml")
     if address in LOCAL_NAMES or name in LOCAL_NAMES:
         return

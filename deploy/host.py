@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,11 +23,13 @@ from deploy.errors import DeployError
 from deploy.files import read_file, write_file, write_tree
 
 if TYPE_CHECKING:
+    from deploy.inside import Inside
     from deploy.ssh import Ssh
 
 log = logging.getLogger(__name__)
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+CONTAINER = re.compile(r"/([1-9]\d{2,8})$")  # of HOST/200, which is a container of a Proxmox host
 
 # How Python is started for our own scripts on a host: nobody's PYTHON* variables, site directories or .pth
 # files change what they do or take their time, arguments and environment are UTF-8 whatever the locale says,
@@ -250,21 +253,32 @@ class Address(Protocol):
     def name(self) -> str: ...
     @property
     def address(self) -> str: ...
+    @property
+    def container(self) -> int | None: ...
+    @property
+    def python_for_tools(self) -> str | None: ...
 
 
-def connect(settings: Address, *, accept_new_host_key: bool = False) -> Local | Ssh:
-    """The host that `settings` describe. It is reached at its first use, not here.
+def connect(settings: Address, *, accept_new_host_key: bool = False) -> Local | Ssh | Inside:
+    """The host that `settings` describe, or the container on it. It is reached at its first use, not here.
 
     With `accept_new_host_key`, a host key that nobody has seen before is written to known_hosts; one that has
     changed is refused all the same. Raises DeployError for an address that cannot be one.
     """
     address = settings.address or settings.name
+    python = settings.python_for_tools or "python3"
+    outer: Local | Ssh
     if address in LOCAL_NAMES:
-        return Local(settings.name)
-    from deploy import ssh  # here, because it builds on what is above
+        outer = Local(settings.name, settings.python_for_tools or sys.executable)
+    else:
+        from deploy import ssh  # here, because it builds on what is above
 
-    python = getattr(settings, "python_for_tools", None) or "python3"
-    return ssh.reach(settings.name, address, python, accept_new_host_key=accept_new_host_key)
+        outer = ssh.reach(settings.name, address, python, accept_new_host_key=accept_new_host_key)
+    if settings.container is None:
+        return outer
+    from deploy import inside
+
+    return inside.Inside(settings.name, outer, settings.container, python)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from deploy import explain, fabricfile, flags, shellwords, sizes, sshconfig, typedpath, yamlfile
 from deploy.errors import USAGE, DeployError, nearest
-from deploy.host import LOCAL_NAMES
+from deploy.host import CONTAINER, LOCAL_NAMES
 from deploy.yamlfile import YamlFile, dotted
 from trainer.status import valid_name
 
@@ -55,13 +55,16 @@ class HostSettings(_Settings):
     state: str | None = None  # default: /var/lib/drafthouse as root, else ~/.local/state/drafthouse
     shm: str | None = None  # default: /dev/shm/drafthouse
     cache: str | None = None  # default: names/<name>/cache in the state
+    container: int | None = Field(default=None, ge=100, le=999_999_999)  # of a Proxmox host: all runs in it
     python: str | None = None  # the Python that has torch; on localhost the one that runs fab
+    python_for_tools: str | None = None  # a Python >= 3.9 for what we run there; on localhost fab's own
     build: Literal["host", "local"] | None = None  # where images are built; default: on the host
     keep_on_disk: bool = True  # weights that were pushed, for the time after a reboot
 
     @property
     def is_local(self) -> bool:
-        return self.address in LOCAL_NAMES
+        """Whether its paths are paths of this machine."""
+        return self.address in LOCAL_NAMES and self.container is None
 
     @field_validator("state", "shm", "cache")
     @classmethod
@@ -327,7 +330,8 @@ def find_host(
 ) -> HostSettings:
     """The settings of host `name` (None: localhost): from fabric.yaml, else a bare SSH host.
 
-    A name is accepted without an entry if some `Host` of the SSH configuration means it or if it resolves.
+    A name is accepted without an entry if some `Host` of the SSH configuration means it or if it resolves;
+    ``HOST/200`` is container 200 of the Proxmox host HOST.
     Raises DeployError, offering the nearest names, for any other.
     """
     name = "localhost" if name is None else name.strip()
@@ -335,6 +339,22 @@ def find_host(
         raise DeployError(f"--host {name!r} is no host name; give one like --host localhost", code=USAGE)
     if name in project.hosts:
         return _with_environment(project.hosts[name], environment)
+    inside = CONTAINER.search(name)
+    if inside:
+        found = find_host(project, name[: inside.start()], ssh=ssh, resolves=resolves, environment={})
+        if found.container is not None:
+            raise DeployError(
+                f"host {name!r} is a container in {found.name}, which is container {found.container} itself; "
+                f"name the Proxmox host, like {found.address}/{inside[1]}",
+                code=USAGE,
+            )
+        return HostSettings(
+            name=name,
+            address=found.address,
+            container=int(inside[1]),
+            run=found.run,
+            python_for_tools=None if found.is_local else found.python_for_tools,
+        )
     if name in LOCAL_NAMES:
         local = project.hosts.get("localhost", HostSettings(name="localhost", address="localhost"))
         return _with_environment(local, environment)

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import random
 import re
-import selectors
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,18 +23,18 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from deploy import files as on_files
 from deploy import sshconfig, sshfailure, sshpipe
-from deploy.host import SCRIPT_FLAGS, HostError, NoPython, Result, describe, failed, kill_group, logged
+from deploy.host import HostError, Result, describe, failed, kill_group, logged
+from deploy.remote_files import RemoteFiles, no_python
 from deploy.sshcommand import COMMAND, Process, Request, killing
+from deploy.talk import Talk, pipe_of
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 30.0  # seconds for a connection with all its jumps; ssh itself gives each of them 10
 BEGIN_TIMEOUT = 30.0  # seconds that a login may take to start a stream
-FILE_TIMEOUT = 300.0  # seconds for a file or a tree of them
 KILL_TIMEOUT = 5.0
 PATIENCE = 15.0  # seconds with a server that closes before its greeting: too many at once (MaxStartups)
 REFUSED = b"session request failed"  # of a server whose MaxSessions are in use
@@ -63,7 +60,7 @@ class LostError(HostError):
     """The connection broke off while a command ran."""
 
 
-class Ssh:
+class Ssh(RemoteFiles):
     """A machine that `ssh ADDRESS` reaches. Connects at its first use, and again after a loss."""
 
     is_local = False
@@ -209,7 +206,7 @@ class Ssh:
             ended(result)
         if check and result.code:
             if result.code == 127 and argv[0] == self.python and not result.out:
-                raise NoPython(self._no_python())
+                raise no_python(self)
             raise failed(self.name, argv, result)
         return result
 
@@ -225,7 +222,7 @@ class Ssh:
             shared = self._another_way(talk, began)
         return self._result(talk, argv)
 
-    def _another_way(self, talk: _Talk, began: float) -> bool | None:
+    def _another_way(self, talk: Talk, began: float) -> bool | None:
         """Whether to try a command that did not begin again, and if so by the shared connection or not."""
         if talk.begun is not None:
             return None
@@ -242,7 +239,7 @@ class Ssh:
     def _patient(began: float) -> bool:
         return time.monotonic() - began < PATIENCE
 
-    def _to_its_end(self, talk: _Talk, argv: Sequence[str], timeout: float) -> None:
+    def _to_its_end(self, talk: Talk, argv: Sequence[str], timeout: float) -> None:
         try:
             talk.to_its_end(time.monotonic() + timeout)
         except TimeoutError:
@@ -263,7 +260,7 @@ class Ssh:
         input: bytes = b"",
         *,
         shared: bool = True,
-    ) -> _Talk:
+    ) -> Talk:
         """Start a command in a session of the master, or over a connection of its own."""
         request = Request(argv, env or {})
         try:
@@ -277,9 +274,9 @@ class Ssh:
             stderr=subprocess.PIPE,
             start_new_session=True,  # no Ctrl-C of the terminal
         )
-        return _Talk(request, data, process, shared)
+        return Talk(request, data, process, shared)
 
-    def _result(self, talk: _Talk, argv: Sequence[str]) -> Result:
+    def _result(self, talk: Talk, argv: Sequence[str]) -> Result:
         code = talk.process.returncode
         code = code if code >= 0 else 128 - code
         if talk.begun is None:
@@ -299,7 +296,7 @@ class Ssh:
             raise HostError(f"{self.name}: {argv[0]} ended without an exit code: its shell there was killed")
         return Result(code, out, err)
 
-    def _not_begun(self, talk: _Talk, argv: Sequence[str], code: int) -> str:
+    def _not_begun(self, talk: Talk, argv: Sequence[str], code: int) -> str:
         err = talk.err.decode(errors="replace")
         if not talk.shared and code == 255:
             return sshfailure.explain(self.name, self.address, err)
@@ -312,13 +309,7 @@ class Ssh:
             "give its user a shell (chsh), or name another user in fabric.yaml"
         )
 
-    def _no_python(self) -> str:
-        return (
-            f"{self.name}: there is no {self.python} there, which Drafthouse needs (3.9 or later); "
-            f"fab bootstrap --host {self.name} installs it"
-        )
-
-    def _connection_ended(self, talk: _Talk) -> bool:
+    def _connection_ended(self, talk: Talk) -> bool:
         """Whether the connection is gone. A session that ended with it may be a moment earlier to say so."""
         return not talk.shared or self._master is None or self._master.gone_within(1.0)
 
@@ -328,7 +319,7 @@ class Ssh:
 
     # -- ending what runs there ----------------------------------------------------------------------------
 
-    def _give_up(self, talk: _Talk) -> bool:
+    def _give_up(self, talk: Talk) -> bool:
         """Kill a command there and our end of it. Whether nothing of it is left."""
         with contextlib.suppress(OSError, TimeoutError):
             talk.until_known(time.monotonic() + 0.2)
@@ -381,11 +372,11 @@ class Ssh:
             way = self._another_way(talk, began)
         result = self._result(talk, argv)  # raises if the command did not begin
         if result.code == 127 and argv[0] == self.python:
-            raise NoPython(self._no_python())
+            raise no_python(self)
         why = "No such file or directory" if result.code == 127 else "Permission denied"
         raise HostError(f"{self.name}: cannot start {argv[0]}: {why}")
 
-    def _until_begun(self, talk: _Talk, argv: Sequence[str]) -> None:
+    def _until_begun(self, talk: Talk, argv: Sequence[str]) -> None:
         try:
             talk.until_begun(time.monotonic() + BEGIN_TIMEOUT)
         except TimeoutError:
@@ -398,44 +389,9 @@ class Ssh:
             kill_group(talk.process)
             raise
 
-    def rsync_shell(self) -> str:
+    def rsync_shell(self, through: bytes = b"") -> str:
         ssh = self._own_words() if self._has_own() else self._shared_words()
-        words = self._own_place().path / "rsync-words"
-        words.write_text(json.dumps([*ssh, COMMAND]))
-        return shlex.join([sys.executable, "-I", "-S", sshpipe.__file__, str(words)])
-
-    # -- files ---------------------------------------------------------------------------------------------
-
-    def write(self, path: str, data: bytes, *, mode: int = 0o644, parents: bool = False) -> None:
-        log.debug("%s: write %s (%d bytes, mode %o)", self.name, path, len(data), mode)
-        request = on_files.request("write", path, {"": data}, mode=mode, parents=parents)
-        self._ask(request, f"cannot write {path}")
-
-    def write_tree(self, path: str, files: Mapping[str, bytes], *, mode: int = 0o644) -> bool:
-        on_files.check_names(path, files)
-        log.debug("%s: write %s/ (%d files)", self.name, path, len(files))
-        said, _ = self._ask(on_files.request("write_tree", path, files, mode=mode), f"cannot write {path}")
-        return bool(said["ok"])
-
-    def read(self, path: str) -> bytes | None:
-        said, data = self._ask(on_files.request("read", path, {}), f"cannot read {path}")
-        return data if said["ok"] else None
-
-    def _ask(self, request: bytes, what: str) -> tuple[dict[str, Any], bytes]:
-        program = Path(on_files.__file__).read_bytes() + b"\nanswer()\n"
-        argv = [self.python, *SCRIPT_FLAGS, "-c", _FROM_STDIN, str(len(program))]
-        result = self.run(argv, timeout=FILE_TIMEOUT, input=program + request)
-        head, _, data = result.out.partition(b"\n")
-        try:
-            said = json.loads(head)
-        except ValueError:
-            raise HostError(f"{self.name}: {what}: the answer there was {result.out[:200]!r}") from None
-        if "error" in said:
-            raise HostError(f"{self.name}: {what}: {said['error']}")
-        return said, data
-
-
-_FROM_STDIN = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv[1])), 'files', 'exec'))"
+        return sshpipe.shell(self._own_place().path, [*ssh, COMMAND], through)
 
 
 _begun: dict[tuple[str, bool], Ssh] = {}
@@ -491,7 +447,7 @@ class _Master:
             start_new_session=not interactive,
         )
         self._reader = threading.Thread(
-            target=_collect, args=(_pipe(self._process.stderr), self._lines), daemon=True
+            target=_collect, args=(pipe_of(self._process.stderr), self._lines), daemon=True
         )
         self._reader.start()
         self._at_exit = weakref.finalize(self, _end, self._process, b"end\n")
@@ -539,8 +495,8 @@ def _collect(pipe: IO[bytes], lines: deque[str]) -> None:
 
 def _end(process: subprocess.Popen[bytes], word: bytes) -> None:
     with contextlib.suppress(OSError):
-        _pipe(process.stdin).write(word)  # or the watcher beside it would kill a pid, ours or not any more
-        _pipe(process.stdin).close()
+        pipe_of(process.stdin).write(word)  # or the watcher beside it would kill a pid, ours or not any more
+        pipe_of(process.stdin).close()
     if process.poll() is None:
         process.terminate()
     try:
@@ -548,98 +504,3 @@ def _end(process: subprocess.Popen[bytes], word: bytes) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-class _Talk:
-    """One command's session: what goes in, what has come out, and how far it has got."""
-
-    def __init__(self, request: Request, data: bytes, process: subprocess.Popen[bytes], shared: bool) -> None:
-        self.request = request
-        self.shared = shared  # with the master's connection
-        self.process = process
-        self.out = bytearray()
-        self.err = bytearray()
-        self.begun: str | None = None
-        self.remote: Process | None = None
-        self.start = 0  # where the command's own output begins in `out`
-        self._data = memoryview(data)
-        self._close = False  # stdin, when all data is in
-        self._open = {_pipe(pipe) for pipe in (process.stdin, process.stdout, process.stderr)}
-        os.set_blocking(_pipe(process.stdin).fileno(), False)
-
-    def to_its_end(self, deadline: float) -> None:
-        """Feed it and read until it has ended. Raises TimeoutError at `deadline` (time.monotonic)."""
-        self._close = True
-        while self._open:
-            self._step(deadline, 65536, self._open)
-        try:
-            self.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise TimeoutError from None
-
-    def until_begun(self, deadline: float) -> None:
-        """Go on until the command's own output begins, and not a byte further; or until the session ends."""
-        mark = f"\n{self.request.token}\n".encode()
-        stdin, stdout = _pipe(self.process.stdin), _pipe(self.process.stdout)
-        stderr = _pipe(self.process.stderr)
-        while True:
-            wanted = {stdin} if self._data else set()
-            wanted |= {stdout} if self.begun is None else set()
-            wanted |= {stderr} if mark not in self.err else set()
-            wanted &= self._open
-            if not wanted or (self.begun is None and stdout not in self._open):
-                break
-            self._step(deadline, 1, wanted)
-        if self.begun is None:
-            self.to_its_end(deadline)
-        elif self.begun == "begun":
-            os.set_blocking(stdin.fileno(), True)
-
-    def until_known(self, deadline: float) -> None:
-        """Read until it is known which process there is ours."""
-        while self.begun is None and self._open:
-            self._step(deadline, 65536, self._open)
-
-    def _step(self, deadline: float, size: int, pipes: set[IO[bytes]]) -> None:
-        stdin, stdout = _pipe(self.process.stdin), _pipe(self.process.stdout)
-        with selectors.DefaultSelector() as selector:
-            for pipe in pipes:
-                selector.register(pipe, selectors.EVENT_WRITE if pipe is stdin else selectors.EVENT_READ)
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-        if not ready or time.monotonic() > deadline:
-            raise TimeoutError
-        for key, _ in ready:
-            if key.fileobj is stdin:
-                self._feed(stdin)
-            else:
-                pipe = stdout if key.fileobj is stdout else _pipe(self.process.stderr)
-                self._take(pipe, self.out if pipe is stdout else self.err, size)
-
-    def _feed(self, stdin: IO[bytes]) -> None:
-        try:
-            if self._data:
-                self._data = self._data[os.write(stdin.fileno(), self._data[:65536]) :]
-        except BlockingIOError:
-            return
-        except OSError:  # it reads no more
-            self._data = self._data[:0]
-        if not self._data and self._close:
-            self._open.discard(stdin)
-            with contextlib.suppress(OSError):
-                stdin.close()
-
-    def _take(self, pipe: IO[bytes], into: bytearray, size: int) -> None:
-        data = os.read(pipe.fileno(), size)
-        if not data:
-            self._open.discard(pipe)
-            return
-        into += data
-        if into is self.out and self.begun is None and b"\n" in data:
-            found = self.request.begin(bytes(into))
-            if found:
-                self.begun, self.remote, self.start = found
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe

@@ -1,8 +1,8 @@
 """What rsync has for ssh: its words go to sh by stdin, and what the login prints before is dropped.
 
-Started by rsync as ``python sshpipe.py WORDS-FILE HOST WORDS…``: the file has the words of ssh as a JSON
-list. The host's name is only good for rsync's messages, since ssh's words say whom we mean. See
-deploy.sshcommand.
+Started by rsync as ``python sshpipe.py WORDS-FILE HOST WORDS…``: the file says in JSON which program to start
+(ssh with its words) and what it is to be fed first. The host's name is only good for rsync's messages, since
+ssh's words say whom we mean. See deploy.sshcommand.
 """
 
 from __future__ import annotations
@@ -12,13 +12,26 @@ import io
 import json
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 BLOCK = 1 << 18
+
+
+def shell(place: Path, argv: Sequence[str], through: bytes = b"") -> str:
+    """What rsync needs for ``-e``: `argv` is started, fed `through`, then given rsync's words as a script.
+
+    `place` is a private directory, in which the file of words is left.
+    """
+    words = place / "rsync-words"
+    said = {"argv": list(argv), "through": os.fsdecode(through)}
+    words.write_text(json.dumps(said))
+    return shlex.join([sys.executable, "-I", "-S", __file__, str(words)])
 
 
 def main() -> None:
@@ -27,11 +40,11 @@ def main() -> None:
     script = f"printf '\\n%s\\n' {token}; {' '.join(words)}".encode("utf-8", "surrogateescape")
     for descriptor in (0, 1):  # rsync's ends of its pipes do not block
         os.set_blocking(descriptor, True)
-    ssh = subprocess.Popen(json.loads(Path(file).read_text()), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    wanted = json.loads(Path(file).read_text())
+    ssh = subprocess.Popen(wanted["argv"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert ssh.stdin
-    threading.Thread(
-        target=_feed, args=(ssh.stdin.fileno(), b"%d\n%s" % (len(script), script)), daemon=True
-    ).start()
+    head = b"%s%d\n%s" % (os.fsencode(wanted["through"]), len(script), script)
+    threading.Thread(target=_feed, args=(ssh.stdin.fileno(), head), daemon=True).start()
     out = cast(io.BufferedReader, ssh.stdout)
     while (line := out.readline()) and line != f"{token}\n".encode():
         pass

@@ -24,6 +24,8 @@ def choose(host: HostSettings, facts: Mapping[str, Any], name: str | None = None
     A run in progress keeps its runtime, unless fabric.yaml says otherwise: an engine that does not answer for
     a moment must not turn a container into a process.
     """
+    if host.container is not None and host.runtime != "compose":
+        return "process", f"in container {host.container}, of which nothing is replaced"
     if host.runtime == "pct":
         raise DeployError(
             f"{host.name} has runtime: pct in fabric.yaml, which this version cannot deploy to; "

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deploy.host import HostError, Local, connect, describe
+from deploy.inside import Inside
 
 SHOW = (
     "import os, sys, json\n"
@@ -235,6 +236,8 @@ def test_this_machine_is_never_lost_and_needs_no_way_for_rsync():
 class Settings:
     name: str
     address: str = ""
+    container: int | None = None
+    python_for_tools: str | None = None
 
 
 def test_settings_say_which_machine_is_meant_and_nothing_is_connected_before_it_is_used():
@@ -243,6 +246,15 @@ def test_settings_say_which_machine_is_meant_and_nothing_is_connected_before_it_
     box = connect(Settings("gpu-box"))
     assert not box.is_local
     assert (box.name, box.python, box.lost()) == ("gpu-box", "python3", False)
+    inside = connect(Settings("pve", "root@10.0.0.1", 200, "/opt/python3.12"))
+    assert isinstance(inside, Inside)
+    assert (inside.container, inside.name, inside.python, inside.is_local) == (
+        200,
+        "pve",
+        "/opt/python3.12",
+        False,
+    )
+    assert isinstance(connect(Settings("here", "localhost", 200)), Inside)
 
 
 def gone(pid: int) -> bool:

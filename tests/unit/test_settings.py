@@ -410,6 +410,30 @@ def test_a_host_is_known_from_fabric_yaml_or_the_ssh_configuration_or_if_it_reso
     assert sentence(find, "qqqq").endswith("does not resolve; add it under drafthouse: hosts: in fabric.yaml")
 
 
+def test_a_container_of_a_proxmox_host_is_named_behind_a_slash(ssh, tmp_path: Path) -> None:
+    entry = HostSettings(
+        name="pve", address="root@10.0.0.1", state="/srv/state", run="qwen", python="/usr/bin/python3"
+    )
+    project = Project(tmp_path, {"pve": entry})
+
+    def find(name: str) -> HostSettings:
+        return find_host(project, name, ssh=ssh, resolves=lambda bare: False, environment={})
+
+    found = find("pve/200")
+    assert (found.name, found.address, found.container, found.run) == (
+        "pve/200",
+        "root@10.0.0.1",
+        200,
+        "qwen",
+    )
+    assert (found.state, found.python) == (None, None)  # places of the host around it, not of the container
+    assert find("gpu-box/101").address == "gpu-box"
+    here = find("localhost/200")
+    assert (here.is_local, here.container, here.python) == (False, 200, None)
+    for name in ("nowhere/200", "pve/99", "pve/0200", "pve/", "pve/200/300"):
+        sentence(find, name)
+
+
 @pytest.mark.parametrize("name", ["", " ", "-oProxyCommand=x", "a b"])
 def test_what_is_no_host_name_never_reaches_ssh(name: str, tmp_path: Path) -> None:
     assert sentence(find_host, Project(tmp_path, {}), name).endswith(

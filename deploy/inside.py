@@ -1,0 +1,255 @@
+"""A container of a Proxmox host, in which commands run by `pct exec`, and the reasons why they cannot.
+
+What a command is goes in by stdin, as in `deploy.sshcommand`: `pct exec` itself is always told the same, so
+nothing has to be quoted, no value is to be seen in a process list, and what `pct` would hand on of its
+caller's environment is nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy import sshcommand, sshpipe
+from deploy.host import HostError, Local, Result, describe, failed, kill_group, logged
+from deploy.remote_files import RemoteFiles, no_python
+from deploy.runtimes.process import PATH
+from deploy.sshcommand import Request
+from deploy.talk import Talk
+
+if TYPE_CHECKING:
+    from deploy.ssh import Ssh
+
+log = logging.getLogger(__name__)
+
+BEGIN_TIMEOUT = 30.0  # seconds that a container may take to start a stream
+LOOK_TIMEOUT = 20.0
+
+# What a command starts from, as a login would have it: `pct exec` hands on none of the container's variables.
+ENVIRONMENT = {
+    "HOME": "/root",
+    "USER": "root",
+    "LOGNAME": "root",
+    "SHELL": "/bin/bash",
+    "PATH": PATH,
+    "PYTHONUNBUFFERED": "1",
+}
+
+# Arguments: the container, and what a shell in it is told. Versions of `pct` before the option's lack the
+# words in their source; with or without it, the environment that `pct` is started with has nothing in it.
+_EXEC = """\
+source=/usr/share/perl5/PVE/CLI/pct.pm
+keep="--keep-env 0"
+[ ! -r "$source" ] || grep -q keep-env "$source" || keep=
+exec env -i PATH="$PATH:/usr/sbin:/sbin" LC_ALL=C.UTF-8 pct exec "$1" $keep -- /bin/sh -c "$2"
+"""
+# Argument: the container. Says in `key=value` lines what keeps a command from running in it.
+_LOOK = """\
+PATH=$PATH:/usr/sbin:/sbin
+echo "uid=$(id -u)"
+command -v pct >/dev/null 2>&1 && echo pct=1
+here=$(readlink /etc/pve/local 2>/dev/null) && echo "here=${here##*/}"
+for file in /etc/pve/nodes/*/lxc/"$1".conf /etc/pve/nodes/*/qemu-server/"$1".conf; do
+  [ -e "$file" ] || continue
+  node=${file#/etc/pve/nodes/}
+  case $file in */lxc/*) echo "on=${node%%/*}" ;; *) echo "machine=${node%%/*}" ;; esac
+done
+for file in /etc/pve/lxc/*.conf; do
+  [ ! -e "$file" ] || { file=${file##*/}; echo "there=${file%.conf}"; }
+done
+# Above the first snapshot's section.
+sed -n -e '/^\\[/q' -e 's/^lock: */lock=/p' "/etc/pve/lxc/$1.conf" 2>/dev/null
+pct status "$1" 2>/dev/null | sed -n 's/^status: */state=/p'
+"""
+
+
+class Inside(RemoteFiles):
+    """A container, reached through the Proxmox host `outer` (this machine, or one behind SSH)."""
+
+    is_local = False
+
+    def __init__(self, name: str, outer: Local | Ssh, container: int, python: str = "python3") -> None:
+        self.name = name
+        self.outer = outer
+        self.container = container
+        self.python = python
+        self._place: tempfile.TemporaryDirectory[str] | None = None
+
+    def __repr__(self) -> str:
+        return f"Inside({self.name!r}, {self.outer!r}, {self.container})"
+
+    # -- commands ------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        env: Mapping[str, str] | None = None,
+        input: bytes | None = None,
+        check: bool = True,
+    ) -> Result:
+        with logged(self.name, argv, env, input) as ended:
+            result = self._run(argv, timeout, env, input or b"")
+            ended(result)
+        if check and result.code:
+            if result.code == 127 and argv[0] == self.python and not result.out:
+                raise no_python(self)
+            raise failed(self.name, argv, result)
+        return result
+
+    def _run(
+        self, argv: Sequence[str], timeout: float, env: Mapping[str, str] | None, input: bytes
+    ) -> Result:
+        request, data = self._request(argv, env)
+        try:
+            done = self.outer.run(self._pct(), timeout=timeout, input=data + input, check=False)
+        except HostError as error:
+            raise self._of(argv, error) from None
+        begun = request.begin(done.out)
+        if begun is None:
+            raise HostError(self._refused(argv, done))
+        word, _, start = begun
+        if word != "begun":
+            return _not_there(argv, word)
+        return Result(done.code, done.out[start:], request.errors(done.err)[0])
+
+    def _pct(self) -> list[str]:
+        return ["/bin/sh", "-c", _EXEC, "pct", str(self.container), sshcommand.COMMAND]
+
+    def _request(self, argv: Sequence[str], env: Mapping[str, str] | None) -> tuple[Request, bytes]:
+        request = Request(argv, {**ENVIRONMENT, **(env or {})})
+        try:
+            return request, request.encode()
+        except ValueError as error:  # a NUL byte, or a variable's name with '=' in it
+            raise HostError(f"{self.name}: {argv[0]} cannot be started: {error}") from None
+
+    def _of(self, argv: Sequence[str], error: HostError) -> HostError:
+        """An error of the host around us, about the command that it was to run in here."""
+        return type(error)(str(error).replace(f"{self.outer.name}: /bin/sh ", f"{self.name}: {argv[0]} ", 1))
+
+    # -- streams -------------------------------------------------------------------------------------------
+
+    def open_stream(
+        self, argv: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        log.debug("%s: open %s", self.name, describe(argv, env, None))
+        return self._open(argv, env, bulk=False)
+
+    def bulk(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        log.debug("%s: open %s over a connection of its own", self.name, describe(argv, env, None))
+        return self._open(argv, env, bulk=True)
+
+    def _open(
+        self, argv: Sequence[str], env: Mapping[str, str] | None, *, bulk: bool
+    ) -> subprocess.Popen[bytes]:
+        request, data = self._request(argv, env)
+        process = (self.outer.bulk if bulk else self.outer.open_stream)(self._pct())
+        talk = Talk(request, data, process)
+        try:
+            talk.until_begun(time.monotonic() + BEGIN_TIMEOUT)
+        except TimeoutError:
+            kill_group(process)
+            raise HostError(self._hangs(argv)) from None
+        except BaseException:
+            kill_group(process)
+            raise
+        if talk.begun == "begun":
+            return process
+        kill_group(process)
+        if talk.begun is None:
+            code = process.returncode
+            raise HostError(self._refused(argv, Result(code, bytes(talk.out), bytes(talk.err))))
+        if argv[0] == self.python:
+            raise no_python(self)
+        why = "No such file or directory" if talk.begun == "missing" else "Permission denied"
+        raise HostError(f"{self.name}: cannot start {argv[0]}: {why}")
+
+    def rsync_shell(self) -> str:
+        if isinstance(self.outer, Local):
+            if self._place is None:
+                self._place = tempfile.TemporaryDirectory(prefix="drafthouse-")
+            return sshpipe.shell(Path(self._place.name), self._pct())
+        return self.outer.rsync_shell(through=Request(self._pct()).encode())
+
+    # -- the connection ------------------------------------------------------------------------------------
+
+    def lost(self) -> bool:
+        return self.outer.lost()
+
+    def close(self) -> None:
+        self.outer.close()
+
+    # -- why not -------------------------------------------------------------------------------------------
+
+    def _refused(self, argv: Sequence[str], done: Result) -> str:
+        """The sentence for a command that `pct exec` did not begin."""
+        said = done.err.decode(errors="replace").strip().splitlines()
+        last = f": {said[-1].strip()}" if said else ""
+        otherwise = f"{self.name}: container {self.container} did not start {argv[0]} ({done.code}{last})"
+        return refusal(self.container, self.name, self._look()) or otherwise
+
+    def _hangs(self, argv: Sequence[str]) -> str:
+        otherwise = (
+            f"{self.name}: container {self.container} did not start {argv[0]} within {BEGIN_TIMEOUT:g} s; "
+            f"see there whether it is frozen (lxc-info {self.container}) or short of memory"
+        )
+        return refusal(self.container, self.name, self._look()) or otherwise
+
+    def _look(self) -> list[tuple[str, str]]:
+        argv = ["/bin/sh", "-c", _LOOK, "look", str(self.container)]
+        done = self.outer.run(argv, timeout=LOOK_TIMEOUT, check=False)
+        return [(key, value) for key, _, value in (line.partition("=") for line in done.text.splitlines())]
+
+
+def refusal(container: int, host: str, look: Sequence[tuple[str, str]]) -> str:
+    """Why nothing can run in a container, with what to do, by what `_LOOK` says; empty if nothing is known.
+
+    Pure.
+    """
+    said = dict(look)
+    here = said.get("here", "that node")
+    which = f"container {container}"
+    if "pct" not in said:
+        return (
+            f"{host}: there is no pct, so it is no Proxmox host and has no {which}; correct address: in "
+            "fabric.yaml, or remove container:"
+        )
+    if said.get("uid") != "0":
+        return (
+            f"{host}: only root can run commands in {which} by pct exec; log in as root, like "
+            "address: root@… in fabric.yaml"
+        )
+    if "machine" in said:
+        return (
+            f"{host}: {container} is a virtual machine on {said['machine']} and no container; deploy to it "
+            "by SSH, without container:"
+        )
+    if "on" in said and said["on"] != here:
+        return (
+            f"{host}: {which} is on node {said['on']} and this is {here}; set address: in fabric.yaml to "
+            f"{said['on']}"
+        )
+    if "on" not in said:
+        others = [value for key, value in look if key == "there"]
+        there = f"there are {', '.join(others)}" if others else "there are none"
+        return f"{host}: there is no {which} on {here} ({there}); correct container: in fabric.yaml"
+    if said.get("state") == "stopped":
+        if "lock" in said:
+            return (
+                f"{host}: {which} is stopped and locked ({said['lock']}); wait for the end of that, or give "
+                f"it up with pct unlock {container} there, then pct start {container}"
+            )
+        return f"{host}: {which} is stopped; start it there with pct start {container}"
+    return ""
+
+
+def _not_there(argv: Sequence[str], word: str) -> Result:
+    if word == "missing":
+        return Result(127, b"", f"there is no program {argv[0]!r}".encode())
+    return Result(126, b"", f"{argv[0]!r} may not be executed".encode())
