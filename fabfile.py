@@ -554,7 +554,7 @@ def stacks(
     goal = target.one(host, ROOT, accept_new_host_key)
     if number is None:
         name = actions.name_of(goal, run, name, run_id)
-    told = stack.look(goal, name, run_id, number)
+    told = stack.look(goal, name, run_id, number, say)
     if json:
         return show(stack.to_json(told))
     print(menu.here(stack.text(told)), flush=True)

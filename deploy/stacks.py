@@ -5,11 +5,12 @@ The stacks themselves come from `deploy.stacks_host`. What is here is pure but f
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from deploy import lock, mask, onhost, overview
+from deploy import lock, mask, onhost, overview, py_spy
 from deploy.errors import DeployError
 from deploy.health import cut, plural
 from deploy.host import Host
@@ -26,22 +27,32 @@ Process = Mapping[str, Any]
 Frame = Mapping[str, Any]
 
 
-def look(goal: Any, name: str | None, run_id: str | None, pid: int | None) -> dict[str, Any]:
+def look(
+    goal: Any,
+    name: str | None,
+    run_id: str | None,
+    pid: int | None,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """The answer for one process, else for the run in progress of `name` (or one run): `to_json` says what.
+
+    A host without py-spy gets ours, which `report` is told of, if that is what stacks are lacking for.
 
     Raises DeployError if there is no such run or process, or if no stack at all can be had, with the remedy.
     """
     host: Host = goal.host
     label = goal.settings.name
-    if pid is not None:
-        found = onhost.ask(host, "deploy.stacks_host:of_process", pid, label, timeout=TIMEOUT)
-        told = {"host": label, "run_id": None, **found}
-    else:
+    function, told, words = "of_process", {"host": label, "run_id": None}, [pid, label]
+    if pid is None:
         run = choose(goal.facts(), label, str(name), run_id)
-        first = (run.get("container") or {}).get("pid") or 0
-        asked = (run["path"], first, lock.who())
-        found = onhost.ask(host, "deploy.stacks_host:of_run", *asked, timeout=TIMEOUT)
-        told = {"host": label, "run_id": run["run_id"], **found}
+        function, told["run_id"] = "of_run", run["run_id"]
+        words = [run["path"], (run.get("container") or {}).get("pid") or 0, lock.who()]
+    ask = functools.partial(onhost.ask, host, f"deploy.stacks_host:{function}", *words, timeout=TIMEOUT)
+    told |= ask()
+    if told["tool"] is None and any(one["python"] and not one["threads"] for one in told["processes"]):
+        tool = py_spy.bring(host, goal.facts()["state"]["root"], report)
+        if tool is not None:
+            told |= ask(tool)
     check(told, pid)
     return told
 

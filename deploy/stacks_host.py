@@ -39,8 +39,10 @@ MOST_LOG = 8 << 20  # bytes of the log that are looked through for stacks
 _PYTHON = re.compile(r"(python|pypy)\d*(\.\d+)*t?")
 
 
-def of_run(run_path: str, first: int, by: str) -> dict[str, Any]:
+def of_run(run_path: str, first: int, by: str, tool: str | None = None) -> dict[str, Any]:
     """The stacks of a run in progress. `first`: the pid here of its container's first process, or 0.
+
+    `tool` is a py-spy that was put here, for a host that has none of its own.
 
     Raises DeployError if the run is over or its processes cannot be seen.
     """
@@ -57,7 +59,7 @@ def of_run(run_path: str, first: int, by: str) -> dict[str, Any]:
     attempt = launch.attempt if launch else 0
     ranks = {beat.pid: rank for rank, beat in run.heartbeats().items() if beat.attempt == attempt}
     made = written.command[0] if written and written.runtime == "process" else ""
-    tool = find_tool([os.path.dirname(made)] if os.path.isabs(str(made)) else [])
+    tool = find_tool([os.path.dirname(made)] if os.path.isabs(str(made)) else []) or tool
     found = look([pid for pid in own if table[pid]["state"] not in "ZX"], tool, ranks)
     asked = None
     lacking = [one for one in found if one["python"] and not one["threads"] and one["rank"] is not None]
@@ -82,7 +84,7 @@ def number_by_environment(
     return stacks_ranks.lacking(told, ranks)
 
 
-def of_process(pid: int, host: str) -> dict[str, Any]:
+def of_process(pid: int, host: str, tool: str | None = None) -> dict[str, Any]:
     """The stacks of any process of this host, ours or not, in a container or not, by its number here.
 
     Raises DeployError, calling the host `host`, if there is none of that number.
@@ -90,7 +92,7 @@ def of_process(pid: int, host: str) -> dict[str, Any]:
     process = procfs.stat(pid)
     if process is None or process["state"] in "ZX":
         raise DeployError(f"there is no process {pid} on {host}")
-    tool = find_tool([])
+    tool = find_tool([]) or tool
     return {"tool": tool, "processes": look([pid], tool, {}), "gone": [], "absent": [], "asked": None}
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from launching import Launched, gone, launched, wait_for
 
-from deploy import onhost, stacks, stacks_host
+from deploy import onhost, py_spy, stacks, stacks_host
 from deploy.errors import DeployError
-from deploy.host import Local
+from deploy.host import Local, Result
 from trainer.status import RunDir
 
 # One process per rank, as trainers are; "loader" is one of their helpers, which sends no heartbeat.
@@ -228,3 +228,30 @@ def test_a_launch_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pyt
         said = stacks_host.ask_launch(run.directory, "ada@desk", [], 1)
         os.kill(run.launch_pid(), signal.SIGCONT)
     assert said == "its launch did not answer: it is of a version before this one, or halted"
+
+
+def test_a_host_without_py_spy_gets_ours_once_and_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = py_spy.bring(Local("box"), str(tmp_path), said.append)
+    assert path == py_spy.bring(Local("box"), str(tmp_path), said.append)
+    assert path
+    assert path.startswith(f"{tmp_path}/tools/py-spy-")
+    assert len(said) == 1
+    assert said[0].startswith("box has no py-spy; ours (")
+    assert subprocess.check_output([path, "--version"]).startswith(b"py-spy ")
+
+
+class Elsewhere(Local):
+    """A machine with another processor."""
+
+    def run(self, argv, **how):
+        assert argv == ["uname", "-sm"], "nothing is written to a machine on which it cannot run"
+        return Result(0, b"Linux riscv64\n", b"")
+
+
+def test_a_host_on_which_ours_cannot_run_gets_nothing(tmp_path: Path) -> None:
+    assert py_spy.bring(Elsewhere(), str(tmp_path), pytest.fail) is None
+    (tmp_path / "file").touch()
+    said: list[str] = []
+    assert py_spy.bring(Local("box"), str(tmp_path / "file"), said.append) is None
+    assert said[1].startswith("py-spy could not be put on box: box: cannot write")

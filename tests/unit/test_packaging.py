@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 CHECKOUT = Path(__file__).resolve().parents[2]
 EXTRAS = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MODULES = {"pyyaml": "yaml"}  # where a package's module has another name
+NOT_IMPORTED = {"tensorboard", "py-spy"}  # (through torch, and make; a program)
 
 
 def imported(*places: str) -> set[str]:
@@ -35,7 +36,7 @@ def imported(*places: str) -> set[str]:
     ("extra", "places"), [("deploy", ["deploy", "fabfile.py"]), ("trainer", ["trainer"])]
 )
 def test_every_package_of_an_extra_is_imported_by_what_it_is_for(extra: str, places: list[str]) -> None:
-    names = {Requirement(line).name for line in EXTRAS[extra]} - {"tensorboard"}  # (through torch, and make)
+    names = {Requirement(line).name for line in EXTRAS[extra]} - NOT_IMPORTED
     assert {MODULES.get(name, name) for name in names} <= imported(*places)
 
 
