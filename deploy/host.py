@@ -41,6 +41,10 @@ class HostError(DeployError):
     """A command or file on a host failed; the message names host, what, and why."""
 
 
+class LostError(HostError):
+    """The connection broke off while a command ran."""
+
+
 class NoPython(HostError):
     """There is no Python on the host that our scripts could run with."""
 
@@ -232,6 +236,9 @@ class Local:
             return self._start(argv, env, subprocess.PIPE)
         except (FileNotFoundError, PermissionError) as error:
             raise HostError(f"{self.name}: cannot start {argv[0]}: {error.strerror}") from None
+
+    def resident(self, argv: Sequence[str]) -> subprocess.Popen[bytes]:
+        return self.open_stream(argv)
 
     def bulk(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         return self.open_stream(argv, env)

@@ -2,25 +2,40 @@
 
 What a command is goes in by stdin, as in `deploy.sshcommand`: `pct exec` itself is always told the same, so
 nothing has to be quoted, no value is to be seen in a process list, and what `pct` would hand on of its
-caller's environment is nothing.
+caller's environment is nothing. To start `pct` takes half a second, so `run` has one that stays
+(`deploy.inside_agent`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import sshcommand, sshpipe
-from deploy.host import HostError, Local, Result, describe, failed, kill_group, logged
+from deploy import inside_agent, sshcommand, sshpipe
+from deploy.host import (
+    SCRIPT_FLAGS,
+    HostError,
+    Local,
+    LostError,
+    NoPython,
+    Result,
+    describe,
+    failed,
+    kill_group,
+    logged,
+)
 from deploy.remote_files import RemoteFiles, no_python
 from deploy.runtimes.process import PATH
 from deploy.sshcommand import Request
-from deploy.talk import Talk
+from deploy.talk import Talk, pipe_of
 
 if TYPE_CHECKING:
     from deploy.ssh import Ssh
@@ -29,6 +44,7 @@ log = logging.getLogger(__name__)
 
 BEGIN_TIMEOUT = 30.0  # seconds that a container may take to start a stream
 LOOK_TIMEOUT = 20.0
+ANSWER_TIMEOUT = 15.0  # seconds for an answer on its way, beyond the command's own time
 
 # What a command starts from, as a login would have it: `pct exec` hands on none of the container's variables.
 ENVIRONMENT = {
@@ -79,6 +95,9 @@ class Inside(RemoteFiles):
         self.container = container
         self.python = python
         self._place: tempfile.TemporaryDirectory[str] | None = None
+        self._running = threading.RLock()  # one command at a time
+        self._agent: Agent | None = None
+        self._agentless = False
 
     def __repr__(self) -> str:
         return f"Inside({self.name!r}, {self.outer!r}, {self.container})"
@@ -107,10 +126,12 @@ class Inside(RemoteFiles):
         self, argv: Sequence[str], timeout: float, env: Mapping[str, str] | None, input: bytes
     ) -> Result:
         request, data = self._request(argv, env)
-        try:
-            done = self.outer.run(self._pct(), timeout=timeout, input=data + input, check=False)
-        except HostError as error:
-            raise self._of(argv, error) from None
+        with self._running:
+            agent = self._agent_there(argv)
+            if agent:
+                done = self._by(agent, argv, data + input, timeout)
+            else:
+                done = self._once(argv, data + input, timeout)
         begun = request.begin(done.out)
         if begun is None:
             raise HostError(self._refused(argv, done))
@@ -118,6 +139,45 @@ class Inside(RemoteFiles):
         if word != "begun":
             return _not_there(argv, word)
         return Result(done.code, done.out[start:], request.errors(done.err)[0])
+
+    def _once(self, argv: Sequence[str], data: bytes, timeout: float) -> Result:
+        """A command by a `pct exec` of its own: where there is no Python for the agent."""
+        try:
+            return self.outer.run(self._pct(), timeout=timeout, input=data, check=False)
+        except HostError as error:
+            raise self._of(argv, error) from None
+
+    def _by(self, agent: Agent, argv: Sequence[str], data: bytes, timeout: float) -> Result:
+        try:
+            return agent.ask(data, timeout)
+        except TimeoutError:
+            raise HostError(
+                f"{self.name}: {argv[0]} did not end within {timeout:g} s and was killed"
+            ) from None
+        except EOFError:
+            why = refusal(self.container, self.name, self._look())
+            raise LostError(
+                why or f"{self.name}: the connection was lost while {argv[0]} ran, and with it that was ended"
+            ) from None
+        except BaseException:  # Ctrl-C: the command does not outlive us
+            agent.close()
+            raise
+
+    def _agent_there(self, argv: Sequence[str]) -> Agent | None:
+        """The agent, started if it is not there (any more); None where there is no Python for it."""
+        if self._agent is not None and self._agent.lives():
+            return self._agent
+        if self._agentless:
+            return None
+        source = Path(inside_agent.__file__).read_text(encoding="utf-8")
+        words = [self.python, *SCRIPT_FLAGS, "-c", source, "/bin/sh", "-c", sshcommand.COMMAND]
+        try:
+            process = self._begin(words, None, self.outer.resident)
+        except NoPython:
+            self._agentless = True
+            return None
+        self._agent = Agent(process)
+        return self._agent
 
     def _pct(self) -> list[str]:
         return ["/bin/sh", "-c", _EXEC, "pct", str(self.container), sshcommand.COMMAND]
@@ -139,17 +199,20 @@ class Inside(RemoteFiles):
         self, argv: Sequence[str], env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         log.debug("%s: open %s", self.name, describe(argv, env, None))
-        return self._open(argv, env, bulk=False)
+        return self._begin(argv, env, self.outer.open_stream)
 
     def bulk(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         log.debug("%s: open %s over a connection of its own", self.name, describe(argv, env, None))
-        return self._open(argv, env, bulk=True)
+        return self._begin(argv, env, self.outer.bulk)
 
-    def _open(
-        self, argv: Sequence[str], env: Mapping[str, str] | None, *, bulk: bool
+    def _begin(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None,
+        start: Callable[[list[str]], subprocess.Popen[bytes]],
     ) -> subprocess.Popen[bytes]:
         request, data = self._request(argv, env)
-        process = (self.outer.bulk if bulk else self.outer.open_stream)(self._pct())
+        process = start(self._pct())
         talk = Talk(request, data, process)
         try:
             talk.until_begun(time.monotonic() + BEGIN_TIMEOUT)
@@ -183,6 +246,10 @@ class Inside(RemoteFiles):
         return self.outer.lost()
 
     def close(self) -> None:
+        with self._running:
+            if self._agent is not None:
+                self._agent.close()
+                self._agent = None
         self.outer.close()
 
     # -- why not -------------------------------------------------------------------------------------------
@@ -207,13 +274,68 @@ class Inside(RemoteFiles):
         return [(key, value) for key, _, value in (line.partition("=") for line in done.text.splitlines())]
 
 
+class Agent:
+    """`deploy.inside_agent`, at work: what it is asked and what it answers."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._ready = False
+
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, data: bytes, timeout: float) -> Result:
+        """Have a shell read `data`, for at most `timeout` seconds.
+
+        Raises TimeoutError if it took longer, and is killed; EOFError if the agent is gone.
+        """
+        overdue = threading.Timer(timeout + ANSWER_TIMEOUT, kill_group, [self._process])
+        overdue.start()
+        try:
+            return self._ask(data, timeout)
+        except TimeoutError:
+            raise
+        except (OSError, ValueError):  # its pipes are closed
+            raise EOFError from None
+        finally:
+            overdue.cancel()
+
+    def _ask(self, data: bytes, timeout: float) -> Result:
+        stdin, stdout = pipe_of(self._process.stdin), pipe_of(self._process.stdout)
+        stdin.write(b"%s\n%s" % (json.dumps({"bytes": len(data), "timeout": timeout}).encode(), data))
+        stdin.flush()
+        if not self._ready:
+            self._ready = stdout.readline() == inside_agent.READY
+        line = stdout.readline() if self._ready else b""
+        if not line:
+            self.close()
+            raise EOFError
+        said = json.loads(line)
+        if said["code"] is None:
+            raise TimeoutError
+        out, err = stdout.read(said["out"]), stdout.read(said["err"])
+        if len(out) + len(err) < said["out"] + said["err"]:
+            raise EOFError
+        return Result(said["code"], out, err)
+
+    def close(self) -> None:
+        """End it; it ends what it runs."""
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                pipe_of(pipe).close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+            return
+        kill_group(self._process)
+
+
 def refusal(container: int, host: str, look: Sequence[tuple[str, str]]) -> str:
     """Why nothing can run in a container, with what to do, by what `_LOOK` says; empty if nothing is known.
 
     Pure.
     """
     said = dict(look)
-    here = said.get("here", "that node")
+    here = said.get("here") or "that node"
     which = f"container {container}"
     if "pct" not in said:
         return (

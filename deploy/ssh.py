@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from deploy import sshconfig, sshfailure, sshpipe
-from deploy.host import HostError, Result, describe, failed, kill_group, logged
+from deploy.host import HostError, LostError, Result, describe, failed, kill_group, logged
 from deploy.remote_files import RemoteFiles, no_python
 from deploy.sshcommand import COMMAND, Process, Request, killing
 from deploy.talk import Talk, pipe_of
@@ -54,10 +54,6 @@ exec 3<&0 </dev/null
 exec 3<&-
 exec "$@"
 """
-
-
-class LostError(HostError):
-    """The connection broke off while a command ran."""
 
 
 class Ssh(RemoteFiles):
@@ -352,6 +348,11 @@ class Ssh(RemoteFiles):
         process = self._open(argv, env, shared=True)
         self._stream = process
         return process
+
+    def resident(self, argv: Sequence[str]) -> subprocess.Popen[bytes]:
+        """A stream in the place of the commands of `run`, for whoever runs commands through it."""
+        log.debug("%s: open %s to stay", self.name, describe(argv, None, None))
+        return self._open(argv, None, shared=True)
 
     def bulk(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         log.debug("%s: open %s over a connection of its own", self.name, describe(argv, env, None))

@@ -55,7 +55,8 @@ def block(host: Host, process: subprocess.Popen[bytes], silence: float | None = 
     words = onhost.last_words(process)
     if process.returncode == 0:
         return b""
-    if not host.is_local and (process.returncode < 0 or process.returncode == 255 or host.lost()):
+    # (137: killed there, as when a container is stopped)
+    if not host.is_local and (process.returncode < 0 or process.returncode in (137, 255) or host.lost()):
         raise Lost("the connection was lost")
     raise HostError(f"{host.name}: {words}")
 

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from testbed.gpubox import ALIAS, JUMP, SLOW, GpuBox
 
 from deploy import CHECKOUT, early, ssh
-from deploy.host import HostError, Local, connect
+from deploy.host import HostError, Local, LostError, connect
 from deploy.settings import HostSettings
-from deploy.ssh import LostError, Ssh
+from deploy.ssh import Ssh
 
 pytestmark = [pytest.mark.root, pytest.mark.sshd, pytest.mark.slow]
 
