@@ -98,9 +98,25 @@ class Inside(RemoteFiles):
         self._running = threading.RLock()  # one command at a time
         self._agent: Agent | None = None
         self._agentless = False
+        self._failed: HostError | None = None  # of an agent that was begun
 
     def __repr__(self) -> str:
         return f"Inside({self.name!r}, {self.outer!r}, {self.container})"
+
+    def begin(self) -> None:
+        """Start what commands go through while something else is done. Failures are told at the first use."""
+        locked = threading.Event()
+
+        def work() -> None:
+            with self._running:
+                locked.set()
+                try:
+                    self._agent_there(["sh"])
+                except HostError as error:
+                    self._failed = error
+
+        threading.Thread(target=work, daemon=True).start()
+        locked.wait()
 
     # -- commands ------------------------------------------------------------------------------------------
 
@@ -167,6 +183,9 @@ class Inside(RemoteFiles):
         """The agent, started if it is not there (any more); None where there is no Python for it."""
         if self._agent is not None and self._agent.lives():
             return self._agent
+        if self._failed is not None:
+            error, self._failed = self._failed, None
+            raise error
         if self._agentless:
             return None
         source = Path(inside_agent.__file__).read_text(encoding="utf-8")

@@ -42,4 +42,10 @@ def several(host_name: str | None, root: Path, accept_new_host_key: bool = False
 
 
 def _target(project: Project, found: HostSettings, accept_new_host_key: bool) -> Target:
-    return Target(project, found, host.connect(found, accept_new_host_key=accept_new_host_key))
+    made = host.connect(found, accept_new_host_key=accept_new_host_key)
+    if found.container is not None:
+        from deploy.inside import Inside  # (most hosts are none)
+
+        assert isinstance(made, Inside)
+        made.begin()  # takes a while, in which the rest of us is imported
+    return Target(project, found, made)
