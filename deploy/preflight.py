@@ -311,7 +311,7 @@ def _shared_memory(
                 "shm",
                 False,
                 f"{shm['root']} is no tmpfs, so weights would be read from disk",
-                "choose a place below /dev/shm with shm: in fabric.yaml",
+                f"choose a place below /dev/shm with {_place('shm', host)}",
                 True,
             )
         )

@@ -47,7 +47,7 @@ def make(
     stream = torch.tensor([token for part in streams for token in part])
     report(
         f"toy: {len(known)} files of the standard library, {sum(map(len, known)) / 1e3:.0f} kB, "
-        f"{len(stream):,} tokens of {tokenizer.get_vocab_size():,}"
+        f"{len(stream):,} tokens, vocabulary {tokenizer.get_vocab_size():,}"
     )
     model = new_model(recipe, tokenizer.get_vocab_size())
     loss, steps = train(model, stream, recipe, report)
