@@ -96,8 +96,8 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     return (
         f"target {settings.target_model}: {drafter.num_target_layers} layers, width {drafter.hidden_size}, "
         f"vocabulary {drafter.vocab_size:,} · drafter: {drafter.num_hidden_layers} layers, block "
-        f"{drafter.block_size}, from the target's layers {list(drafter.target_layer_ids)}, mask token {mask} · "
-        f"data {settings.data_dir}: {meta['documents']:,} documents"
+        f"{drafter.block_size}, from the target's layers {list(drafter.target_layer_ids)}, mask token {mask} "
+        f"· data {settings.data_dir}: {meta['documents']:,} documents"
     )
 
 

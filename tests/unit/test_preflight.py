@@ -144,7 +144,7 @@ def test_a_place_for_weights_that_is_no_tmpfs_only_warns(tmp_path: Path) -> None
     assert failures(TOY, tmp_path, found=facts(shm={"is_tmpfs": False}), weights=MODEL) == (
         [],
         [
-            "/dev/shm/drafthouse is no tmpfs, so weights would be read from disk; choose a place below /dev/shm with shm: in fabric.yaml"
+            "/dev/shm/drafthouse is no tmpfs, so weights would be read from disk; choose a place below /dev/shm with shm: in fabric.yaml or DRAFTHOUSE_SHM"
         ],
     )
 
