@@ -8,6 +8,8 @@ import sys
 
 from . import base_image, engine, gpubox, leftovers, needs
 from .docker import Compose, Docker
+from .pct import box as pve
+from .pct import rootfs
 from .place import CHECKOUT, TestbedError, work_directory
 
 
@@ -38,6 +40,7 @@ def doctor() -> int:
         "sshd": needs.why_no_sshd(),
         "boot": needs.why_no_boot(),
         "bare": needs.why_no_bare(),
+        "pve": needs.why_no_pve(),
     }
     for part, why in parts.items():
         print(f"{part:8}{why or 'yes'}")
@@ -45,11 +48,12 @@ def doctor() -> int:
 
 
 def prepare() -> int:
-    """make what an engine's tests begin with, the base images and the product's, in the work directory"""
+    """make what tests begin with in the work directory: base images, the product's, a container's files"""
     work_directory().mkdir(parents=True, exist_ok=True)
     with engine.preparing(), engine.running() as docker:
         base_image.provide(docker.command)
         Compose(docker, CHECKOUT / "compose.yaml").run("build", timeout=1200)
+    rootfs.provide()  # not before: the engine's tests are what takes long, and they wait for the images
     return 0
 
 
@@ -77,6 +81,7 @@ def down() -> int:
     """take away what an interrupted session left"""
     for number in gpubox.left():
         gpubox.remove_namespace(number)
+        pve.remove_cgroups(f"drafthouse-box{number}")
     lock = engine.take_lock()
     engine.stop_leftovers()
     engine.LOCK.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from .bare import BareMachines
 from .docker import Compose, Docker
 from .engine import running, wait_for_preparing
 from .gpubox import GpuBox
+from .pct.box import PveBox
 from .place import CHECKOUT, work_directory
 from .second import SecondEngine
 from .sshd import SshServer
@@ -95,6 +96,17 @@ def gpubox() -> Iterator[GpuBox]:
 def docker_box(engine: Docker) -> Iterator[GpuBox]:
     """Another machine to SSH, with the testbed's engine and Compose. Mark the test `engine` and `sshd`."""
     box = GpuBox({**engine.environment, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+    box.start()
+    try:
+        yield box
+    finally:
+        box.stop()
+
+
+@pytest.fixture(scope="module")
+def pve_box(testbed_directory: Path) -> Iterator[PveBox]:
+    """A Proxmox VE 9.1 host to SSH, without containers and GPUs; see PveBox. Mark the test `pve`."""
+    box = PveBox()
     box.start()
     try:
         yield box

@@ -248,24 +248,10 @@ class GpuBox:
     def _serve(self, seconds: float) -> None:
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd's empty directory for privilege separation
         MOUNTED_ON.mkdir(exist_ok=True)
-        box, root = self.directory, Path(pwd.getpwuid(0).pw_dir)
-        steps = []
-        for prefix in {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}:
-            if prefix.is_relative_to(root):  # the Python of the tests, and what it has: there too
-                inside = self.home / prefix.relative_to(root)
-                inside.mkdir(parents=True, exist_ok=True)
-                steps.append(["mount", "--bind", prefix, inside])
-        steps += [["mount", "--rbind", self.home, root], ["mount", "--bind", box / "home", "/home"]]
-        steps += [["mount", "--bind", box / "etc" / name, f"/etc/{name}"] for name in ("passwd", "group")]
-        steps += [["mount", "--bind", box / "etc" / "shadow", "/etc/shadow"]]
-        steps += [["mount", "--bind", box / "var-lib", MOUNTED_ON]]
-        steps += [["cd", "/"], ["exec", "/usr/sbin/sshd", "-D", "-f", box / "sshd_config", "-E", self.log]]
-        script = " && ".join(" ".join(shlex.quote(str(word)) for word in step) for step in steps)
-        # Not `ip netns exec`, which remounts /sys and so hides the cgroups.
-        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "-m", "--propagation", "private"]
+        script = " && ".join(" ".join(shlex.quote(str(word)) for word in step) for step in self._steps())
         with open(self.directory / "start.log", "wb") as output:
             self._process = subprocess.Popen(
-                [*enter, "sh", "-c", script],
+                [*self._enter(), "sh", "-c", script],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -284,6 +270,30 @@ class GpuBox:
         said = (self.directory / "start.log").read_text(errors="replace")
         said += self.log.read_text(errors="replace") if self.log.exists() else ""
         raise TestbedError(f"the gpu-box's sshd did not come up:\n{said[-2000:]}")
+
+    def _enter(self) -> list[str]:
+        """The words before its first program, which put that into the box's namespaces."""
+        # Not `ip netns exec`, which remounts /sys and so hides the cgroups.
+        return ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "-m", "--propagation", "private"]
+
+    def _steps(self) -> list[list[str | Path]]:
+        """What is mounted there, as commands of a shell; the last becomes its server."""
+        box, root = self.directory, Path(pwd.getpwuid(0).pw_dir)
+        steps: list[list[str | Path]] = []
+        for prefix in {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}:
+            if prefix.is_relative_to(root):  # the Python of the tests, and what it has: there too
+                inside = self.home / prefix.relative_to(root)
+                inside.mkdir(parents=True, exist_ok=True)
+                steps.append(["mount", "--bind", prefix, inside])
+        steps += [["mount", "--rbind", self.home, root], ["mount", "--bind", box / "home", "/home"]]
+        steps += [["mount", "--bind", box / "etc" / name, f"/etc/{name}"] for name in ("passwd", "group")]
+        steps += [["mount", "--bind", box / "etc" / "shadow", "/etc/shadow"]]
+        steps += [["mount", "--bind", box / "var-lib", MOUNTED_ON]]
+        return [
+            *steps,
+            ["cd", "/"],
+            ["exec", "/usr/sbin/sshd", "-D", "-f", box / "sshd_config", "-E", self.log],
+        ]
 
     def _client(self, slow_port: int) -> None:
         kind, key, *_ = (self.directory / "keys" / "host.pub").read_text().split()

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 from . import engine, gpubox, network
+from .pct import box as pve
 from .place import CHECKOUT, RUN, work_directory
 
 
@@ -18,6 +19,7 @@ def found() -> list[str]:
     if network.is_up():
         lines.append(f"network namespace {network.NAMESPACE}")
     lines += [f"gpu-box {number}" for number in gpubox.left()]
+    lines += [f"cgroup {path}" for path in pve.cgroups_left()]
     lines += [f"directory {path}" for path in (RUN, engine.LOCK) if path.exists()]
     return lines
 

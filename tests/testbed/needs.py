@@ -35,6 +35,17 @@ BARE = {
     "gpg": "gnupg",
     "gpg-agent": "gnupg",
 }
+PVE = {
+    "lxc-start": "lxc",
+    "lxc-usernsexec": "lxc",
+    "mmdebstrap": "mmdebstrap",
+    "zstd": "zstd",
+    "tini": "tini",
+    "/usr/sbin/sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ip": "iproute2",
+    "nsenter": "util-linux",
+}
 # Without these the product is tested in part only: its fallbacks, no login shell but bash, no C program.
 # (g++ brings libc's headers along, which gcc only recommends.)
 ALWAYS = {"tini": "tini", "rsync": "rsync", "fish": "fish", "tcsh": "tcsh", "cc": "g++"}
@@ -77,6 +88,13 @@ def why_no_bare() -> str | None:
     return _missing(BARE)
 
 
+def why_no_pve() -> str | None:
+    """Why tests marked `pve` cannot run here; None if they can."""
+    if os.geteuid() != 0:
+        return "a Proxmox box and its containers take root"
+    return _missing(PVE)
+
+
 def why_no_program(names: tuple[str, ...]) -> str | None:
     """Why tests marked `program(NAME, …)` cannot run here; None if they can."""
     return _missing(dict.fromkeys(names, ""))
@@ -91,7 +109,7 @@ def _missing(commands: dict[str, str]) -> str | None:
 
 def install() -> list[str]:
     """Install by apt what is missing; returns the packages. Raises TestbedError if that cannot be done."""
-    everything = {**ENGINE, **SSHD, **BOOT, **BARE, **ALWAYS}
+    everything = {**ENGINE, **SSHD, **BOOT, **BARE, **PVE, **ALWAYS}
     packages = sorted({everything[command] for command in lacking(everything)})
     if not packages:
         return []

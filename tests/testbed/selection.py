@@ -25,6 +25,7 @@ REASONS = {
     "sshd": needs.why_no_sshd,
     "boot": needs.why_no_boot,
     "bare": needs.why_no_bare,
+    "pve": needs.why_no_pve,
 }
 
 
