@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -62,7 +63,7 @@ OVERLAID = ("/etc", "/var/lib", "/usr/sbin", "/usr/bin")
 class PveBox(GpuBox):
     """One Proxmox host. `version` is a key of `standin.world.RELEASES`; `gpus` has device nodes, no driver.
 
-    Storages: `local` (templates), `local-zfs` (containers), `small` (both, 16 MB: to be filled up).
+    Storages: `local` (templates), `local-zfs` (containers), `small` (both, 8 MB: to be filled up).
     """
 
     def __init__(
@@ -92,7 +93,12 @@ class PveBox(GpuBox):
         """From now on it is another release: a box is dearer than a file."""
         self._version = version
         settings = {"version": version, "node": self.node, "other_nodes": list(self.other_nodes)}
-        (self.directory / "pve.json").write_text(json.dumps(settings))
+        self.settings_file.write_text(json.dumps(settings))
+
+    @property
+    def settings_file(self) -> Path:
+        """What the programs there read first."""
+        return self.directory / "pve.json"
 
     @property
     def pve(self) -> Path:
@@ -165,6 +171,10 @@ class PveBox(GpuBox):
     # its life
 
     def stop(self) -> None:
+        if self._process is not None:  # its first process first, whom its parent then buries
+            with contextlib.suppress(OSError, IndexError):
+                os.kill(self.pid, signal.SIGKILL)
+                self._process.wait(10)
         super().stop()
         self._pid = 0
         if self.number >= 0:
@@ -202,7 +212,7 @@ class PveBox(GpuBox):
             cache=str(self.directory / "pycache"),
             directory=str(STANDIN),
             name=name,
-            settings=str(self.directory / "pve.json"),
+            settings=str(self.settings_file),
         )
         place = self.directory / "programs" / folder.lstrip("/")
         place.mkdir(parents=True, exist_ok=True)
@@ -225,6 +235,7 @@ class PveBox(GpuBox):
         memory = self.directory / "memory"
         steps: list[list[str | Path]] = [
             ["hostname", self.node],
+            ["mount", "-t", "sysfs", "sysfs", "/sys"],  # with its own network interfaces
             *_own_cgroups(),
             ["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", memory],
         ]
@@ -239,7 +250,7 @@ class PveBox(GpuBox):
         for here, there in (("pve", "/etc/pve"), ("vz", "/var/lib/vz"), ("lxc", "/var/lib/lxc")):
             steps.append(["mount", "--bind", self.directory / here, there])
         steps.append(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/var/lib/rpool/data"])
-        steps.append(["mount", "-t", "tmpfs", "-o", "mode=755,size=16m", "tmpfs", "/var/lib/small"])
+        steps.append(["mount", "-t", "tmpfs", "-o", "mode=755,size=8m", "tmpfs", "/var/lib/small"])
         steps.append(["mkdir", "-p", "/var/lib/small/template/cache"])
         steps += self._devices(memory / "dev")
         steps.append(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run"])

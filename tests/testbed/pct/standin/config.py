@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import sys
 import time
-import urllib.parse
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from pathlib import Path
 
 from .errors import Died
 from .options import FALSE, TRUE
 from .properties import Formats
-from .world import LOCKS, World
+from .world import LOCKS, LXC, World
 
 RAW = re.compile(r"(lxc\.[a-z0-9_\-.]+)(?::|\s*=)\s*(.*?)\s*")
 KEY = re.compile(r"([a-z][a-z_]*\d*):\s*(.+?)\s*")
@@ -43,16 +41,22 @@ REFUSED = {
 _WHOLE_FAMILIES = ("lxc.cgroup2.", "lxc.prlimit.", "lxc.net.")
 
 
-@dataclass
 class Config:
     """`values` by key; `env` and `raw` hold the lxc.* lines; `pending` changes wait for the next start."""
 
-    values: dict[str, str] = field(default_factory=dict)
-    raw: list[tuple[str, str]] = field(default_factory=list)
-    env: list[str] = field(default_factory=list)
-    pending: dict[str, str] = field(default_factory=dict)
-    rest: str = ""  # snapshots, as they stand in the file
-    digest: str = ""
+    def __init__(self, values: dict[str, str] | None = None, env: list[str] | None = None) -> None:
+        self.values = values or {}
+        self.env = env or []
+        self.raw: list[tuple[str, str]] = []
+        self.pending: dict[str, str] = {}
+        self.rest = ""  # snapshots, as they stand in the file
+        self.text = ""  # as it was read
+
+    @property
+    def digest(self) -> str:
+        import hashlib
+
+        return hashlib.sha1(self.text.encode()).hexdigest()
 
     def get(self, key: str, default: str = "") -> str:
         return self.values.get(key, default)
@@ -82,7 +86,8 @@ def load(world: World, formats: Formats, vmid: str) -> Config:
 
 def parse(formats: Formats, vmid: str, text: str) -> Config:
     """LXC/Config.pm parse_pct_config: a line that it cannot use is warned of, and lost at the next write."""
-    found = Config(digest=hashlib.sha1(text.encode()).hexdigest())
+    found = Config()
+    found.text = text
     head, *rest = re.split(r"^(?=\[(?!pve:pending\]))", text, maxsplit=1, flags=re.M)
     found.rest = rest[0] if rest else ""
     current, pending, description = found, Config(), ""
@@ -92,7 +97,7 @@ def parse(formats: Formats, vmid: str, text: str) -> Config:
         if line.strip().lower() == "[pve:pending]":
             current = pending
         elif line.startswith("#"):
-            description += urllib.parse.unquote(line[1:]) + "\n"
+            description += _unquoted(line[1:]) + "\n"
         elif match := RAW.fullmatch(line):
             _raw_line(vmid, current, *match.groups(), line)
         elif (match := KEY.fullmatch(line)) and (match[1] != "delete" or current is pending):
@@ -146,7 +151,7 @@ def write(world: World, vmid: str, config: Config) -> None:
     """LXC/Config.pm write_pct_config: the description as comments, keys sorted, environment, raw lines."""
     lines = []
     for line in config.get("description").splitlines():
-        lines.append("#" + urllib.parse.quote(line, safe=" !\"#$&'()*+,-./;<=>?@[\\]^_`{|}~"))
+        lines.append("#" + _quoted(line))
     for key in sorted(config.values):
         if key != "description":
             lines.append(f"{key}: {config.values[key]}")
@@ -160,6 +165,30 @@ def write(world: World, vmid: str, config: Config) -> None:
     temporary.write_text(text + (f"\n{config.rest}" if config.rest else ""))
     temporary.rename(path)
     world.write_vmlist()
+
+
+def running(vmid: int | str) -> bool:
+    """LXC.pm list_active_containers: its monitor listens on an abstract socket."""
+    name = f"@{LXC}/{vmid}/command"
+    return any(line.split()[-1] == name for line in Path("/proc/net/unix").read_text().splitlines())
+
+
+def apply(config: Config, deleted: str, changed: dict[str, str]) -> None:
+    """Take away the keys of `deleted` (they part at commas), and set those of `changed`."""
+    for key in filter(None, deleted.split(",")):
+        if key == "env":
+            config.env = []
+        elif key.startswith("mp") and not config.get(key, "/").startswith("/"):
+            volume = config.values.pop(key).split(",")[0]
+            free = next(f"unused{n}" for n in range(256) if f"unused{n}" not in config.values)
+            config.values[free] = volume
+        else:
+            config.values.pop(key, None)
+    for key, value in changed.items():
+        if key == "env":
+            config.env = value.split("\0")
+        else:
+            config.values[key] = value
 
 
 def check_lock(config: Config, *, but: str = "") -> None:
@@ -192,6 +221,16 @@ def locked(vmid: str, seconds: float = 10) -> Iterator[None]:
                     raise Died(f"can't lock file '{path}' - got timeout") from None
                 time.sleep(0.05)
         yield
+
+
+def _quoted(text: str) -> str:
+    """Tools.pm encode_text: what is not printed as it is, %, and :."""
+    return re.sub(rb"[^ -~]|[%:]", lambda match: b"%%%02X" % match[0][0], text.encode()).decode()
+
+
+def _unquoted(text: str) -> str:
+    raw = re.sub(rb"%([0-9A-Fa-f]{2})", lambda match: bytes([int(match[1], 16)]), text.encode())
+    return raw.decode(errors="replace")
 
 
 def _warn(sentence: str) -> None:

@@ -17,26 +17,10 @@ from .config import Config
 from .errors import BadParameters, Died, not_simulated
 from .lifecycle import check_device, check_hookscript, start
 from .lxcconfig import SHIFT
-from .options import FLAG, VMID, Option
 from .properties import Formats
 from .tasks import task
 from .world import LXC, World
 
-SCHEMA = {
-    "vmid": VMID,
-    "ostemplate": Option(longest=255, required=True),
-    "password": Option(shortest=5),
-    "storage": Option(),
-    "force": FLAG,
-    "restore": FLAG,
-    "unique": FLAG,
-    "pool": Option(),
-    "ignore-unpack-errors": FLAG,
-    "ssh-public-keys": Option(),
-    "bwlimit": Option("number", 0),
-    "start": FLAG,
-    "ha-managed": FLAG,
-}
 OSTYPES = {
     "debian": "debian",
     "ubuntu": "ubuntu",
@@ -81,7 +65,7 @@ def create(world: World, formats: Formats, given: dict[str, Any]) -> None:
         elif key == "hookscript":
             check_hookscript(world, value)
     env = given.pop("env", "").split("\0")
-    config = Config(dict(given), env=[variable for variable in env if variable])
+    config = Config(dict(given), [variable for variable in env if variable])
     if unprivileged:
         config.values["unprivileged"] = "1"
 
@@ -192,9 +176,6 @@ def _set_up(root: Path, config: Config, vmid: str, owner: int) -> None:
         os.chown(hostname, owner, owner)
 
 
-DESTROY = {"vmid": VMID, "force": FLAG, "purge": FLAG, "destroy-unreferenced-disks": FLAG}
-
-
 def destroy(world: World, formats: Formats, given: dict[str, Any]) -> None:
     """The container with all its volumes; what was bound into it stays."""
     vmid = given["vmid"]
@@ -206,13 +187,13 @@ def destroy(world: World, formats: Formats, given: dict[str, Any]) -> None:
         return config
 
     check()
-    if given.get("force") != "1" and lxc.running(vmid):
+    if given.get("force") != "1" and configs.running(vmid):
         raise Died(f"unable to destroy CT {vmid} - container is running")
 
     def work() -> None:
         with configs.locked(vmid):
             config = check()
-            if lxc.running(vmid):
+            if configs.running(vmid):
                 print(f"forced to stop CT {vmid} before destroying!", file=sys.stderr)
                 lxc.stop(vmid, kill=True)
             for key, value in [("rootfs", config.get("rootfs")), *config.numbered("mp")]:

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from . import config as configs
-from . import lxc
 from .errors import Died
-from .options import FLAG, VMID, Option
 from .properties import Formats
 from .tasks import task
 from .world import World
 
-FILES = {"vmid": VMID, "user": Option(), "group": Option(), "perms": Option()}
-PUSH = {**FILES, "file": Option(required=True), "destination": Option(required=True)}
-PULL = {**FILES, "path": Option(required=True), "destination": Option(required=True)}
 NEW_MOUNTS, NEW_USERS = 0x20000, 0x10000000
 
 
-def exec_schema(world: World) -> dict[str, Option]:
-    return {"vmid": VMID, "keep-env": FLAG} if world.has("5.0.9") else {"vmid": VMID}
-
-
-def exec_command(world: World, formats: Formats, given: dict[str, Any], words: list[str]) -> NoReturn:
+def exec_command(world: World, formats: Formats, given: dict[str, Any]) -> NoReturn:
     """Become `words` in the container: no shell, stdin and exit code as they are.
 
     The caller's environment goes along, unless it is told not to (where it can be); only PATH is not the
     caller's but Proxmox's (CLIHandler.pm), and two variables for TLS are dropped.
     """
-    vmid = given["vmid"]
+    vmid, words = given["vmid"], given["extra-args"]
     configs.load(world, formats, vmid)
-    if not lxc.running(vmid):
+    if not configs.running(vmid):
         raise Died(f"container '{vmid}' not running!")
     if not words:
         raise Died("missing command at /usr/share/perl5/PVE/CLI/pct.pm line 271.")
@@ -51,19 +40,21 @@ def push(world: World, formats: Formats, given: dict[str, Any]) -> None:
     """One file into a running container: an existing one is emptied first, and filled while others see it."""
     vmid = given["vmid"]
     with configs.locked(vmid):
-        if not lxc.running(vmid):
+        if not configs.running(vmid):
             raise Died("can only push files to a running CT")
         config = configs.load(world, formats, vmid)
 
         def work() -> None:
-            pid = lxc.init_pid(vmid)
+            from .lxc import init_pid
+
+            pid = init_pid(vmid)
             try:
                 source = os.open(given["file"], os.O_RDONLY)
             except OSError:
                 raise Died(f"failed to open {given['file']} for reading") from None
             _enter(pid, users=config.get("unprivileged") == "1")
             with os.fdopen(source, "rb") as read, os.fdopen(_create(given), "wb") as target:
-                shutil.copyfileobj(read, target, 1 << 20)
+                _copy(read, target)
 
         task(work)
 
@@ -72,24 +63,33 @@ def pull(world: World, formats: Formats, given: dict[str, Any]) -> None:
     """One file out of a running container."""
     vmid = given["vmid"]
     with configs.locked(vmid):
-        if not lxc.running(vmid):
+        if not configs.running(vmid):
             raise Died("can only pull files from a running VM")
 
         def work() -> None:
-            pid = lxc.init_pid(vmid)
+            from .lxc import init_pid
+
+            pid = init_pid(vmid)
             with os.fdopen(_create(given), "wb") as target:
                 _enter(pid, users=False)
                 try:
                     with open(given["path"], "rb") as source:
-                        shutil.copyfileobj(source, target, 1 << 20)
+                        _copy(source, target)
                 except OSError as error:
                     raise Died(f"failed to open {given['path']}: {error.strerror}") from None
 
         task(work)
 
 
+def _copy(source: BinaryIO, target: BinaryIO) -> None:
+    while block := source.read(1 << 20):
+        target.write(block)
+
+
 def _enter(pid: int, *, users: bool) -> None:
     """This process goes into the container's mounts, and becomes its root."""
+    import ctypes
+
     libc = ctypes.CDLL(None, use_errno=True)
     mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
     names = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY)

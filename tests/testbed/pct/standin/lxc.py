@@ -7,14 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+from .config import running
 from .errors import Died
 from .world import LXC, RUN
-
-
-def running(vmid: int | str) -> bool:
-    """LXC.pm list_active_containers: its monitor listens on an abstract socket."""
-    name = f"@{LXC}/{vmid}/command"
-    return any(line.split()[-1] == name for line in Path("/proc/net/unix").read_text().splitlines())
 
 
 def init_pid(vmid: int | str) -> int:

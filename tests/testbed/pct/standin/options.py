@@ -5,21 +5,18 @@ Stricter in one thing: Getopt::Long would take any unambiguous beginning of an o
 
 from __future__ import annotations
 
-import locale
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import BadParameters, Died
 
 TRUE, FALSE = re.compile(r"(1|on|yes|true)\Z", re.I), re.compile(r"(0|off|no|false)\Z", re.I)
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One property of a schema. `check` raises Died with what is wrong with the format."""
 
     type: str = "string"  # boolean | integer | number | string
@@ -130,5 +127,5 @@ def _decoded(word: str) -> str:
     """
     raw = os.fsencode(word)
     setting = next((v for k in ("LC_ALL", "LC_CTYPE", "LANG") if (v := os.environ.get(k))), "C")
-    encoding = "utf-8" if locale.normalize(setting).lower().endswith(("utf-8", "utf8")) else "ascii"
+    encoding = "utf-8" if setting.lower().endswith(("utf-8", "utf8")) else "ascii"
     return raw.decode(encoding, errors="replace")

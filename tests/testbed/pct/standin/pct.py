@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import config as configs
-from . import create, inside, lifecycle, lxc
 from .config import Config
 from .errors import Died, not_simulated
 from .options import FLAG, TEXT, VMID, Option, parse
@@ -29,8 +29,10 @@ def main(world: World, words: Sequence[str]) -> None:
         not_simulated(f"pct {command}")
     if command not in COMMANDS:
         raise Died(f"ERROR: unknown command 'pct {command}'\nUSAGE: pct <COMMAND> [ARGS] [OPTIONS]")
-    function, schema, positional = COMMANDS[command]
-    given_schema = schema(world, formats) if callable(schema) else schema
+    module, name, schema, positional = COMMANDS[command]
+    # What a command does not need is not loaded: `pct exec` is called often.
+    function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    given_schema = schema(world, formats)
     try:
         given, extra = parse(rest, given_schema, positional, rest=command == "exec")
     except Died as died:
@@ -39,17 +41,19 @@ def main(world: World, words: Sequence[str]) -> None:
             raise Died(f"{died}\npct {command}{names}{' [OPTIONS]' if given_schema else ''}") from None
         raise
     if command == "exec":
-        inside.exec_command(world, formats, given, extra)
+        given["extra-args"] = extra
     function(world, formats, given)
 
 
 def status(world: World, formats: Formats, given: dict[str, Any]) -> None:
     vmid = given["vmid"]
     config = configs.load(world, formats, vmid)
-    up = lxc.running(vmid)
+    up = configs.running(vmid)
     if given.get("verbose") != "1":
         print(f"status: {'running' if up else 'stopped'}")
         return
+    from . import lxc
+
     facts = {
         "cpus": config.get("cores") or config.get("cpulimit") or "1",
         "disk": "0",
@@ -81,7 +85,7 @@ def show_list(world: World, formats: Formats, _: dict[str, Any]) -> None:
     for vmid, node in sorted(world.guests().items()):
         if node == world.node:
             config = configs.load(world, formats, str(vmid))
-            up = "running" if lxc.running(vmid) else "stopped"
+            up = "running" if configs.running(vmid) else "stopped"
             rows.append((str(vmid), up, config.get("lock"), config.get("hostname") or f"CT{vmid}"))
     for row in [("VMID", "Status", "Lock", "Name"), *rows] if rows else []:
         print("{:<10} {:<10} {:<12} {:<20}".format(*row))
@@ -93,7 +97,7 @@ def show_config(world: World, formats: Formats, given: dict[str, Any]) -> None:
     if "snapshot" in given:
         not_simulated("pct config --snapshot")
     if given.get("current") != "1":
-        lifecycle.apply(config, config.pending.pop("delete", ""), config.pending)
+        configs.apply(config, config.pending.pop("delete", ""), config.pending)
     values = dict(config.values)
     if config.env:
         values["env"] = "\0".join(config.env)
@@ -122,42 +126,69 @@ def unlock(world: World, formats: Formats, given: dict[str, Any]) -> None:
         configs.write(world, given["vmid"], config)
 
 
-ONE = {"vmid": VMID}
 Schema = Mapping[str, Option]
 
 
-def _create(_: World, formats: Formats) -> Schema:
-    return {**formats.keys, **create.SCHEMA}
+def _only(**options: Option) -> Callable[[World, Formats], Schema]:
+    return lambda world, formats: {name.replace("_", "-"): option for name, option in options.items()}
 
 
-def _set(_: World, formats: Formats) -> Schema:
-    return {
-        **formats.keys,
-        "vmid": VMID,
-        "delete": Option(list=True),
-        "revert": Option(list=True),
-        "digest": TEXT,
-    }
+def _exec(world: World, formats: Formats) -> Schema:
+    return {"vmid": VMID, "keep-env": FLAG} if world.has("5.0.9") else {"vmid": VMID}
 
 
-def _exec(world: World, _: Formats) -> Schema:
-    return inside.exec_schema(world)
+def _create(world: World, formats: Formats) -> Schema:
+    return {**formats.keys, **CREATE}
 
 
-COMMANDS: dict[str, tuple[Any, Any, Sequence[str]]] = {
-    "list": (show_list, {}, []),
-    "status": (status, {**ONE, "verbose": FLAG}, ["vmid"]),
-    "config": (show_config, {**ONE, "current": FLAG, "snapshot": TEXT}, ["vmid"]),
-    "pending": (show_pending, ONE, ["vmid"]),
-    "set": (lifecycle.set_command, _set, ["vmid"]),
-    "create": (create.create, _create, ["vmid", "ostemplate"]),
-    "destroy": (create.destroy, create.DESTROY, ["vmid"]),
-    "start": (lifecycle.start_command, lifecycle.START, ["vmid"]),
-    "stop": (lifecycle.stop_command, lifecycle.STOP, ["vmid"]),
-    "shutdown": (lifecycle.shutdown_command, lifecycle.SHUTDOWN, ["vmid"]),
-    "reboot": (lifecycle.reboot_command, lifecycle.REBOOT, ["vmid"]),
-    "unlock": (unlock, ONE, ["vmid"]),
-    "exec": (inside.exec_command, _exec, ["vmid"]),
-    "push": (inside.push, inside.PUSH, ["vmid", "file", "destination"]),
-    "pull": (inside.pull, inside.PULL, ["vmid", "path", "destination"]),
+def _set(world: World, formats: Formats) -> Schema:
+    changes = {"delete": Option(list=True), "revert": Option(list=True), "digest": TEXT}
+    return {**formats.keys, **changes, "vmid": VMID}
+
+
+CREATE = {
+    "vmid": VMID,
+    "ostemplate": Option(longest=255),
+    "password": Option(shortest=5),
+    "storage": TEXT,
+    "force": FLAG,
+    "restore": FLAG,
+    "unique": FLAG,
+    "pool": TEXT,
+    "ignore-unpack-errors": FLAG,
+    "ssh-public-keys": TEXT,
+    "bwlimit": Option("number", 0),
+    "start": FLAG,
+    "ha-managed": FLAG,
+}
+SECONDS = Option("integer", 0)
+_FILE = {"vmid": VMID, "destination": TEXT, "user": TEXT, "group": TEXT, "perms": TEXT}
+ONE = _only(vmid=VMID)
+# command: its module, function, options, and which of them have no name on the command line
+COMMANDS: dict[str, tuple[str, str, Callable[[World, Formats], Schema], Sequence[str]]] = {
+    "list": ("pct", "show_list", _only(), []),
+    "status": ("pct", "status", _only(vmid=VMID, verbose=FLAG), ["vmid"]),
+    "config": ("pct", "show_config", _only(vmid=VMID, current=FLAG, snapshot=TEXT), ["vmid"]),
+    "pending": ("pct", "show_pending", ONE, ["vmid"]),
+    "unlock": ("pct", "unlock", ONE, ["vmid"]),
+    "exec": ("inside", "exec_command", _exec, ["vmid"]),
+    "push": ("inside", "push", _only(**_FILE, file=TEXT), ["vmid", "file", "destination"]),
+    "pull": ("inside", "pull", _only(**_FILE, path=TEXT), ["vmid", "path", "destination"]),
+    "create": ("create", "create", _create, ["vmid", "ostemplate"]),
+    "destroy": (
+        "create",
+        "destroy",
+        _only(vmid=VMID, force=FLAG, purge=FLAG, destroy_unreferenced_disks=FLAG),
+        ["vmid"],
+    ),
+    "set": ("settings", "set_command", _set, ["vmid"]),
+    "start": ("lifecycle", "start_command", _only(vmid=VMID, skiplock=FLAG, debug=FLAG), ["vmid"]),
+    "stop": ("lifecycle", "stop_command", _only(vmid=VMID, skiplock=FLAG, overrule_shutdown=FLAG), ["vmid"]),
+    "shutdown": (
+        "lifecycle",
+        "shutdown_command",
+        _only(vmid=VMID, timeout=SECONDS, forceStop=FLAG),
+        ["vmid"],
+    ),
+    "reboot": ("lifecycle", "reboot_command", _only(vmid=VMID, timeout=SECONDS), ["vmid"]),
 }

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
 
-from . import pct, pvesh, pvesm, pveversion
 from .errors import Died
 from .world import World
-
-PROGRAMS = {"pct": pct.main, "pvesm": pvesm.main, "pvesh": pvesh.main, "pveversion": pveversion.main}
 
 
 def main(name: str, settings: str) -> None:
@@ -21,7 +19,7 @@ def main(name: str, settings: str) -> None:
     try:
         if name != "pveversion" and os.geteuid() != 0:
             raise Died("please run as root")  # RESTEnvironment.pm: it acts as root@pam, so it must be root
-        PROGRAMS[name](World(settings), sys.argv[1:])
+        importlib.import_module(f"{__package__}.{name}").main(World(settings), sys.argv[1:])
     except Died as died:
         sys.stdout.flush()
         print(died, file=sys.stderr)

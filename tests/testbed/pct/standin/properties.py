@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 
@@ -69,6 +68,8 @@ def _device(value: str) -> None:  # LXC/Config.pm verify_lxc_dev_string
 def _ipv4(value: str) -> None:
     if value in ("dhcp", "manual"):
         return
+    import ipaddress
+
     try:
         ipaddress.IPv4Interface(value)
         if "/" not in value:
@@ -78,6 +79,8 @@ def _ipv4(value: str) -> None:
 
 
 def _address(value: str) -> None:
+    import ipaddress
+
     try:
         ipaddress.ip_address(value)
     except ValueError:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import config as configs
-from . import lxc, storage
+from . import storage
 from .errors import Died, not_simulated
 from .options import FLAG, TEXT, Option, parse
 from .properties import Formats
@@ -79,7 +79,7 @@ def _next_id(world: World, wanted: str | None) -> str:
 
 
 def _guest(world: World, vmid: int, node: str) -> dict[str, Any]:
-    status = "running" if node == world.node and lxc.running(vmid) else "stopped"
+    status = "running" if node == world.node and configs.running(vmid) else "stopped"
     fact: dict[str, Any] = {"id": f"lxc/{vmid}", "node": node, "status": status, "type": "lxc", "vmid": vmid}
     if node == world.node:
         config = configs.load(world, Formats(world), str(vmid))

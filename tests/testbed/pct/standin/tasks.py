@@ -1,7 +1,7 @@
 """What the real one does in a worker: it has a session of its own, and outlives the client.
 
-RESTEnvironment.pm fork_worker: INT, QUIT, PIPE and TERM do not reach it; its stdout and stderr arrive as our
-stdout; how it failed is said on stderr, and the exit code is then 255.
+RESTEnvironment.pm fork_worker: INT, QUIT, PIPE and TERM that reach us do not end it; its stdout and stderr
+arrive as our stdout; how it failed is said on stderr, and the exit code is then 255.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 
 from .errors import Died
@@ -28,6 +27,7 @@ def task(work: Callable[[], None]) -> None:
         os.close(output[0])
         os.dup2(output[1], 1)
         os.dup2(output[1], 2)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         os._exit(_worker(work, said[1]))
     os.close(output[1])
     os.close(said[1])
@@ -42,15 +42,24 @@ def task(work: Callable[[], None]) -> None:
 
 
 def _worker(work: Callable[[], None], said: int) -> int:
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):  # what it starts must not ignore them
+        signal.signal(number, _interrupted)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         work()
         return 0
     except Died as died:
         sentence = str(died).replace("\n", " ")
     except BaseException:  # a fault of the stand-in's own
+        import traceback
+
         sentence = traceback.format_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     os.write(said, sentence.encode())
     return 255
+
+
+def _interrupted(*_: object) -> None:
+    raise Died("received interrupt")
