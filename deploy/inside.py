@@ -56,14 +56,9 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 
-# Arguments: the container, and what a shell in it is told. Versions of `pct` before the option's lack the
-# words in their source; with or without it, the environment that `pct` is started with has nothing in it.
-_EXEC = """\
-source=/usr/share/perl5/PVE/CLI/pct.pm
-keep="--keep-env 0"
-[ ! -r "$source" ] || grep -q keep-env "$source" || keep=
-exec env -i PATH="$PATH:/usr/sbin:/sbin" LC_ALL=C.UTF-8 pct exec "$1" $keep -- /bin/sh -c "$2"
-"""
+# Arguments: the words of `pct`. With or without --keep-env 0, there is nothing that it could hand on.
+_EXEC = 'exec env -i PATH="$PATH:/usr/sbin:/sbin" pct "$@"'
+NO_KEEP_ENV = b"nknown option: keep-env"  # of a Proxmox before 8.2
 # Argument: the container. Says in `key=value` lines what keeps a command from running in it.
 _LOOK = """\
 PATH=$PATH:/usr/sbin:/sbin
@@ -98,6 +93,7 @@ class Inside(RemoteFiles):
         self._running = threading.RLock()  # one command at a time
         self._agent: Agent | None = None
         self._agentless = False
+        self._has_keep_env = True
         self._failed: HostError | None = None  # of an agent that was begun
 
     def __repr__(self) -> str:
@@ -159,9 +155,16 @@ class Inside(RemoteFiles):
     def _once(self, argv: Sequence[str], data: bytes, timeout: float) -> Result:
         """A command by a `pct exec` of its own: where there is no Python for the agent."""
         try:
-            return self.outer.run(self._pct(), timeout=timeout, input=data, check=False)
+            done = self.outer.run(self._pct(), timeout=timeout, input=data, check=False)
         except HostError as error:
             raise self._of(argv, error) from None
+        return self._once(argv, data, timeout) if self._without_keep_env(done.err) else done
+
+    def _without_keep_env(self, errors: bytes) -> bool:
+        """Whether a `pct` has refused the option, so that it is worth to try again without."""
+        refused = self._has_keep_env and NO_KEEP_ENV in errors
+        self._has_keep_env = self._has_keep_env and not refused
+        return refused
 
     def _by(self, agent: Agent, argv: Sequence[str], data: bytes, timeout: float) -> Result:
         try:
@@ -199,7 +202,9 @@ class Inside(RemoteFiles):
         return self._agent
 
     def _pct(self) -> list[str]:
-        return ["/bin/sh", "-c", _EXEC, "pct", str(self.container), sshcommand.COMMAND]
+        keep = ["--keep-env", "0"] if self._has_keep_env else []
+        words = ["exec", str(self.container), *keep, "--", "/bin/sh", "-c", sshcommand.COMMAND]
+        return ["/bin/sh", "-c", _EXEC, "pct", *words]
 
     def _request(self, argv: Sequence[str], env: Mapping[str, str] | None) -> tuple[Request, bytes]:
         request = Request(argv, {**ENVIRONMENT, **(env or {})})
@@ -244,6 +249,8 @@ class Inside(RemoteFiles):
         if talk.begun == "begun":
             return process
         kill_group(process)
+        if self._without_keep_env(bytes(talk.err)):
+            return self._begin(argv, env, start)
         if talk.begun is None:
             code = process.returncode
             raise HostError(self._refused(argv, Result(code, bytes(talk.out), bytes(talk.err))))
@@ -275,8 +282,9 @@ class Inside(RemoteFiles):
 
     def _refused(self, argv: Sequence[str], done: Result) -> str:
         """The sentence for a command that `pct exec` did not begin."""
-        said = done.err.decode(errors="replace").strip().splitlines()
-        last = f": {said[-1].strip()}" if said else ""
+        lines = done.err.decode(errors="replace").splitlines()
+        said = [line.strip() for line in lines if line.strip() and not sshcommand.MARK.match(line)]
+        last = f": {said[-1]}" if said else ""
         otherwise = f"{self.name}: container {self.container} did not start {argv[0]} ({done.code}{last})"
         return refusal(self.container, self.name, self._look()) or otherwise
 

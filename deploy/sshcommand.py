@@ -21,6 +21,8 @@ COMMAND = (
     ' && drafthouse_s=$(head -c "$drafthouse_n") && eval "$drafthouse_s"\''
 )
 
+MARK = re.compile(r"drafthouse-[0-9a-f]{24}\b")  # of a line that is ours, between those of a command
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that some shell keeps for itself, so that it would refuse or lose an assignment.
 _OF_THE_SHELL = re.compile(
