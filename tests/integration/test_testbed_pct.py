@@ -16,7 +16,7 @@ from testbed import leftovers
 from testbed.pct import archives, standin
 from testbed.pct.box import PveBox
 from testbed.pct.container import Container
-from testbed.place import run
+from testbed.place import TestbedError, run
 
 pytestmark = pytest.mark.pve
 
@@ -280,13 +280,15 @@ def test_settings_of_a_running_container_wait_for_its_next_start(host: PveBox) -
     host.pct(*["set", "200", "--delete", "mp1,description"])
 
 
-def test_push_empties_a_file_before_it_fills_it(host: PveBox, tmp_path: Path) -> None:
+def test_push_fills_a_file_where_it_lies(host: PveBox, tmp_path: Path) -> None:
+    """So whoever has it open, or looks at the wrong moment, sees half of it."""
+    seen = []
     for name, text in (("one", "1" * 10), ("two", "2" * 5)):
         (tmp_path / name).write_text(text)
         host.pct("push", "200", tmp_path / name, "/root/file", "--perms", "640", "--user", "nobody")
-    said = host.pct(*["exec", "200", "--", "stat", "-c", "%a:%u:%i:%s", "/root/file"]).split(":")
-    assert said[:2] == ["640", "65534"]
-    assert said[3] == "5\n"
+        seen.append(host.pct(*["exec", "200", "--", "stat", "-c", "%a:%u:%i", "/root/file"]))
+    assert seen[0] == seen[1]
+    assert seen[0].startswith("640:65534:")
     host.pct("pull", "200", "/root/file", tmp_path / "back")
     assert (tmp_path / "back").read_text() == "22222"
     missing = pct(host, "push", "200", "/none", "/root/file")
@@ -294,23 +296,29 @@ def test_push_empties_a_file_before_it_fills_it(host: PveBox, tmp_path: Path) ->
 
 
 def test_storages_and_the_next_id_are_told(host: PveBox) -> None:
-    shown = host.run("pvesm", "status", "--content", "rootdir").splitlines()
+    shown = host.call("pvesm", "status", "--content", "rootdir").stdout.splitlines()
     assert [line.split()[:3] for line in shown[1:]] == [
         ["local-zfs", "zfspool", "active"],
         ["small", "dir", "active"],
     ]
-    assert host.run("pvesm", "path", "local:vztmpl/x.tar.zst") == "/var/lib/vz/template/cache/x.tar.zst\n"
-    assert "local:vztmpl/small.tar.zst" in host.run("pvesm", "list", "local", "--content", "vztmpl")
-    assert host.run("pvesh", "get", "/cluster/nextid") == "100\n"
-    found = json.loads(
-        host.run("pvesh", "get", "/cluster/resources", "--type", "vm", "--output-format", "json")
-    )
-    assert {guest["vmid"]: guest["node"] for guest in found} | {200: "pve", 205: "pve2"} == {
-        guest["vmid"]: guest["node"] for guest in found
-    }
-    listed = host.run("pct", "list").splitlines()
-    assert listed[0].split() == ["VMID", "Status", "Lock", "Name"]
-    assert ["202", "stopped", "backup", "trainer"] in [line.split() for line in listed]
+    template = "local:vztmpl/small.tar.zst"
+    assert host.call("pvesm", "path", template).stdout == "/var/lib/vz/template/cache/small.tar.zst\n"
+    assert template in host.call("pvesm", "list", "local", "--content", "vztmpl").stdout
+    made = host.call("pvesm", "alloc", "local-zfs", "301", "", "1G").stdout
+    assert made == "successfully created 'local-zfs:subvol-301-disk-0'\n"
+    assert host.call("pvesm", "free", "local-zfs:subvol-301-disk-0").returncode == 0
+    assert host.call("pvesh", "get", "/cluster/nextid").stdout == "100\n"
+    asked = ["pvesh", "get", "/cluster/resources", "--type", "vm", "--output-format", "json"]
+    guests = {guest["vmid"]: guest["node"] for guest in json.loads(host.call(*asked).stdout)}
+    assert (guests[200], guests[205]) == ("pve", "pve2")
+
+
+def test_it_is_reached_by_ssh_and_acts_for_root_only(host: PveBox) -> None:
+    listed = [line.split() for line in host.run("pct", "list").splitlines()]
+    assert listed[0] == ["VMID", "Status", "Lock", "Name"]
+    assert ["202", "stopped", "backup", "trainer"] in listed
+    with pytest.raises(TestbedError, match="ended with 255:\nplease run as root"):
+        host.run("pct", "list", user="ada")
 
 
 @pytest.mark.parametrize("unprivileged", [False, True], ids=["privileged", "unprivileged"])

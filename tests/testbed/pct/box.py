@@ -25,6 +25,8 @@ from .container import Container
 
 PROGRAMS = {"/usr/sbin": ("pct", "pvesm"), "/usr/bin": ("pvesh", "pveversion")}
 STANDIN = Path(__file__).parent
+SHIFTED = Path(__file__).with_name("shifted.py")
+PYTHON = os.path.realpath(sys.executable)
 SHIM = """#!{python} -IS
 import sys
 sys.pycache_prefix = {cache!r}
@@ -160,6 +162,14 @@ class PveBox(GpuBox):
             made.start()
         return made
 
+    def shifted(self, directory: Path) -> Path:
+        """`directory` there with the ids that an unprivileged container's files have outside."""
+        place = self.directory / "memory" / "shifted"
+        if self.call("mountpoint", "-q", place).returncode != 0:
+            run([*self.enter(), "mkdir", "-p", place])
+            run([*self.enter(), PYTHON, "-IS", SHIFTED, directory, place])
+        return place
+
     def remove(self, vmid: int) -> None:
         """Take a container away, however it is; no matter if there is none."""
         path = self.conf(vmid)
@@ -208,7 +218,7 @@ class PveBox(GpuBox):
 
     def _program(self, folder: str, name: str) -> None:
         text = SHIM.format(
-            python=os.path.realpath(sys.executable),
+            python=PYTHON,
             cache=str(self.directory / "pycache"),
             directory=str(STANDIN),
             name=name,

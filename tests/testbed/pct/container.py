@@ -103,7 +103,7 @@ class Container:
 
     def make(self) -> None:
         """Its files and its configuration; it is stopped."""
-        lower = rootfs.provide(unprivileged=self.unprivileged)
+        lower = self.box.shifted(rootfs.provide()) if self.unprivileged else rootfs.provide()
         place = f"{POOL}/subvol-{self.vmid}-disk-0"
         top = f"{POOL}/.overlays/{self.vmid}"
         script = 'rm -rf "$1"; mkdir -p "$1/upper" "$1/work" "$2" && chown --reference="$3" "$1/upper" && '

@@ -1,23 +1,20 @@
 """What containers are made of: a Debian as people have it, kept in the work directory between sessions.
 
-It is the tests' minimal Debian with Python, procps, systemd and tini, but without cron. It lies there twice,
-with the ids of a privileged and of an unprivileged container: a new container is an overlay, made in no time.
+It is the tests' minimal Debian with Python, procps, systemd and tini, but without cron. A new container is an
+overlay over it (for an unprivileged one with its ids shifted, see `shifted`), and is made in no time.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
-import stat
 from pathlib import Path
 
 from .. import base_image
 from ..place import run, work_directory
-from .standin.lxcconfig import SHIFT
 
-PACKAGES = ("python3", "procps", "systemd", "systemd-sysv", "iproute2", "tini")
+PACKAGES = ("python3", "procps", "systemd", "systemd-sysv", "tini")
 # Nobody logs in there, and each of them takes a tenth of a second of a boot.
 MASKED = (
     "console-getty.service",
@@ -35,8 +32,8 @@ tar -xf "$1" -C "$2" --numeric-owner --exclude='./dev/*'
 mount --bind /dev "$2/dev"
 mount -t proc proc "$2/proc"
 cp /etc/resolv.conf "$2/etc/resolv.conf"
-printf 'force-unsafe-io\npath-exclude=/usr/share/man/*\npath-exclude=/usr/share/locale/*\n' \
-  >"$2/etc/dpkg/dpkg.cfg.d/testbed"
+printf 'path-exclude=/usr/share/%s/*\n' man locale doc >"$2/etc/dpkg/dpkg.cfg.d/testbed"
+echo force-unsafe-io >>"$2/etc/dpkg/dpkg.cfg.d/testbed"
 printf '#!/bin/sh\nexit 101\n' >"$2/usr/sbin/policy-rc.d"
 chmod 755 "$2/usr/sbin/policy-rc.d"
 chroot "$2" apt-get update -q -o Acquire::Languages=none
@@ -53,8 +50,8 @@ exec /usr/bin/tini -s -- sleep infinity
 """
 
 
-def provide(*, unprivileged: bool = False) -> Path:
-    """The directory of the whole file system, with a container's ids; made if it is not there yet."""
+def provide() -> Path:
+    """The directory of the whole file system, with a privileged container's ids; made if it is not there."""
     digest = hashlib.sha256("\0".join((MAKE, PLAIN_INIT, *PACKAGES, *MASKED)).encode()).hexdigest()[:12]
     place = work_directory() / f"pct-{digest}"
     work_directory().mkdir(parents=True, exist_ok=True)
@@ -62,41 +59,16 @@ def provide(*, unprivileged: bool = False) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may be at it
         if not place.exists():
             _make(place)
-    return place / ("shifted" if unprivileged else "plain")
+    return place
 
 
 def _make(place: Path) -> None:
     partial = place.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    plain = partial / "plain"
-    within = ["unshare", "--mount", "sh", "-c", MAKE, "sh", base_image.debian_tarball(), plain]
-    run(
-        [*within, " ".join(PACKAGES), " ".join(MASKED)],
-        timeout=900,
-        env={"DEBIAN_FRONTEND": "noninteractive"},
-    )
-    init = plain / "usr/local/sbin/plain-init"
+    within = ["unshare", "--mount", "sh", "-c", MAKE, "sh", base_image.debian_tarball(), partial]
+    words = [" ".join(PACKAGES), " ".join(MASKED)]
+    run([*within, *words], timeout=900, env={"DEBIAN_FRONTEND": "noninteractive"})
+    init = partial / "usr/local/sbin/plain-init"
     init.write_text(PLAIN_INIT)
     init.chmod(0o755)
-    run(["cp", "-a", plain, partial / "shifted"], timeout=300)
-    shift(partial / "shifted")
     partial.rename(place)
-
-
-def shift(top: Path) -> None:
-    """Give everything below `top` to the ids that an unprivileged container's have outside."""
-    for folder, _, names in os.walk(top):
-        for path in (folder, *(os.path.join(folder, name) for name in names)):
-            _shift(path)
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_symlink() and entry.is_dir():
-                    _shift(entry.path)
-
-
-def _shift(path: str) -> None:
-    known = os.lstat(path)
-    os.lchown(path, known.st_uid + SHIFT, known.st_gid + SHIFT)
-    if not stat.S_ISLNK(known.st_mode) and known.st_mode & 0o6000:
-        os.chmod(path, stat.S_IMODE(known.st_mode))  # a change of owner takes these bits away
