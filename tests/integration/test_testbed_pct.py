@@ -318,7 +318,7 @@ def test_it_is_reached_by_ssh_and_acts_for_root_only(host: PveBox) -> None:
     assert listed[0] == ["VMID", "Status", "Lock", "Name"]
     assert ["202", "stopped", "backup", "trainer"] in listed
     with pytest.raises(TestbedError, match="ended with 255:\nplease run as root"):
-        host.run("pct", "list", user="ada")
+        host.run("/usr/sbin/pct", "list", user="ada")
 
 
 @pytest.mark.parametrize("unprivileged", [False, True], ids=["privileged", "unprivileged"])
