@@ -36,8 +36,14 @@ printf 'path-exclude=/usr/share/%s/*\n' man locale doc >"$2/etc/dpkg/dpkg.cfg.d/
 echo force-unsafe-io >>"$2/etc/dpkg/dpkg.cfg.d/testbed"
 printf '#!/bin/sh\nexit 101\n' >"$2/usr/sbin/policy-rc.d"
 chmod 755 "$2/usr/sbin/policy-rc.d"
-chroot "$2" apt-get update -q -o Acquire::Languages=none
-chroot "$2" apt-get install -y -q --no-install-recommends $3
+install() { chroot "$2" apt-get install -y -q --no-install-recommends $3; }
+# This machine's lists of packages will do if it is a Debian of the same release: a quarter of all the work.
+for list in /var/lib/apt/lists/*_dists_bookworm*; do
+  name=${list##*/}
+  case $name in *_debian-security_*) name=security.debian.org${name#*.org};; esac
+  [ ! -f "$list" ] || cp "$list" "$2/var/lib/apt/lists/$name"
+done
+install "$@" || { chroot "$2" apt-get update -q -o Acquire::Languages=none; install "$@"; }
 rm -rf "$2"/var/lib/apt/lists/* "$2"/var/cache/apt/*.bin "$2"/var/cache/apt/archives/*.deb \
   "$2/usr/sbin/policy-rc.d" "$2/etc/resolv.conf" "$2/etc/dpkg/dpkg.cfg.d/testbed"
 : >"$2/etc/machine-id"
