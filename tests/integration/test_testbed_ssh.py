@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+from testbed.gpubox import GpuBox
 from testbed.sshd import ALIAS, SshServer
 
 pytestmark = pytest.mark.sshd
@@ -29,3 +30,13 @@ def test_a_host_key_that_is_not_known_is_refused(sshd: SshServer, tmp_path) -> N
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 255
     assert "Host key verification failed" in done.stderr
+
+
+@pytest.mark.root
+def test_a_box_that_stops_takes_nothing_from_the_one_beside_it(gpubox: GpuBox) -> None:
+    gpubox.run("touch", "/var/lib/drafthouse/here")
+    other = GpuBox()
+    other.start()
+    other.stop()
+    assert gpubox.run("ls", "/var/lib/drafthouse") == "here\n"
+    gpubox.run("rm", "/var/lib/drafthouse/here")

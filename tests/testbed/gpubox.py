@@ -146,10 +146,11 @@ class GpuBox:
             self._process.wait(10)
             self._process = None
         shutil.rmtree(self.shm, ignore_errors=True)
-        with contextlib.suppress(
-            OSError
-        ):  # made to have something to mount on; not if there is anything in it
-            MOUNTED_ON.rmdir()
+        # Made to have something to mount on; kept if there is anything in it, and while another box has its
+        # own on it: what is removed here is unmounted there.
+        if not any(Path("/run/netns").glob("drafthouse-box*")):
+            with contextlib.suppress(OSError):
+                MOUNTED_ON.rmdir()
         if self.directory != Path():
             shutil.rmtree(self.directory, ignore_errors=True)
         if self._lock is not None:
