@@ -14,7 +14,7 @@ from pathlib import Path
 from .. import base_image
 from ..place import run, work_directory
 
-PACKAGES = ("python3", "procps", "systemd", "systemd-sysv", "tini")
+PACKAGES = ("python3", "procps", "systemd", "systemd-sysv", "tini", "rsync")
 # Nobody logs in there, and each of them takes a tenth of a second of a boot.
 MASKED = (
     "console-getty.service",
