@@ -64,6 +64,10 @@ ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
     PYTHONPATH=/opt/drafthouse \
     PYTHONUNBUFFERED=1 \
     HF_HUB_OFFLINE=1
+# For who comes into an LXC container made of this image: by `su -`, cron or SSH (the first), by a login shell
+# (the second, since Debian's own profile sets PATH anew). Docker reads neither.
+RUN printf 'PYTHONUNBUFFERED=1\n' >>/etc/environment \
+ && printf 'export PYTHONUNBUFFERED=1 PATH=%s\n' "$PATH" >/etc/profile.d/drafthouse.sh
 
 # All that a change of our own code builds again, and all that needs no network: a deploy does this on the host,
 # on packages that were built or shipped there before. Compiled here, since the root is read-only later.

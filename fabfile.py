@@ -25,7 +25,7 @@ from deploy.menu import EVERY_NAME, EVERYWHERE, one_process, one_run, say, show,
 
 ROOT = Path(__file__).resolve().parent
 task = functools.partial(menu.task, ROOT)
-weights, data = Collection("weights"), Collection("data")
+weights, data, image = Collection("weights"), Collection("data"), Collection("image")
 part = functools.partial(menu.part, ROOT)
 
 if interrupt.ITSELF:
@@ -780,4 +780,39 @@ def evict_weights(
     return None
 
 
-namespace = Collection(*[one for one in list(globals().values()) if isinstance(one, Task)], weights, data)
+# -- the image ---------------------------------------------------------------------------------------------
+
+
+@part(image, "build", iterable=["set"])
+def build_image(
+    context: Context,
+    host: str | None = None,
+    run: str | None = None,
+    name: str | None = None,
+    set: Any = None,
+    for_: str | None = None,
+    form: str | None = None,
+    build: str | None = None,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Build a run's image: for a host's engine, or as one file for a Proxmox host."""
+    from deploy import actions, target
+    from deploy import image_tasks as tasks
+
+    goal = target.one(host, ROOT, accept_new_host_key)
+    wanted = actions.recipe(goal, run, name, set or ()).settings
+    if tasks.purpose(goal, for_) == "engine":
+        reference = tasks.for_engine(goal, wanted, build, say)
+        return show({"image": reference}) if json else print(reference)
+    made = tasks.for_pct(goal, wanted, form, say, named=host is not None)
+    if json:
+        return show(made.to_json())
+    print(f"{made.path} ({made.words()})")
+    return None
+
+
+namespace = Collection(
+    *[one for one in list(globals().values()) if isinstance(one, Task)], weights, data, image
+)

@@ -10,6 +10,7 @@ Both are named by a digest of everything that goes in. A tag appears when its im
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -119,7 +120,7 @@ def build_on_host(host: Host, state: str, image: Image, report: Report) -> None:
     if not _survey(host, state, image.packages)["id"]:
         report(f"{host.name}: building the packages of the image; this takes minutes, once")
         _build(host, _images(state), image.packages, image.files, _for_packages(image), report)
-    _add_code(host, state, image, report)
+    _add_code(host, _images(state), image, report)
 
 
 def ship(host: Host, state: str, image: Image, report: Report) -> None:
@@ -135,7 +136,7 @@ def ship(host: Host, state: str, image: Image, report: Report) -> None:
         # The engine may be the same one, as on localhost.
         if not _survey(host, state, image.packages)["id"]:
             shipping.send(host, _images(state), here, image.packages, there, report)
-    _add_code(host, state, image, report)
+    _add_code(host, _images(state), image, report)
 
 
 def build_here(image: Image, architecture: str, report: Report) -> str:
@@ -162,6 +163,27 @@ def build_here(image: Image, architecture: str, report: Report) -> str:
     return reference
 
 
+def build_whole_here(image: Image, architecture: str | None, report: Report) -> str:
+    """Build all of `image` with this machine's engine, unless it has it; returns its name here.
+
+    `architecture` as for `build_here`; None: that of the engine here. Raises DeployError.
+    """
+    local, cache = Local(HERE), str(shipping.cache())
+    if architecture is None:
+        survey = ("deploy.image_store:survey", cache, HERE, image.packages)
+        architecture = str(onhost.ask(local, *survey, timeout=SURVEY_TIMEOUT)["architecture"])
+    packages = build_here(image, architecture, report)
+    if packages == image.packages:
+        if there(local, image.reference) is None:
+            _add_code(local, cache, image, report)
+        return image.reference
+    reference = f"{image.reference}-{architecture}"
+    if there(local, reference) is None:
+        foreign = dataclasses.replace(image, reference=reference, packages=packages)
+        _add_code(local, cache, foreign, report, platforms=[f"linux/{architecture}"])
+    return reference
+
+
 def there(host: Host, reference: str) -> str | None:
     """The id of an image that the host's engine has; None if it has none of that name. Raises DeployError."""
     found: str | None = onhost.ask(
@@ -177,15 +199,16 @@ def _survey(host: Host, state: str, reference: str) -> dict[str, Any]:
     return found
 
 
-def _add_code(host: Host, state: str, image: Image, report: Report) -> None:
+def _add_code(host: Host, images: str, image: Image, report: Report, **more: Any) -> None:
     needed = ("Dockerfile", *CODE)
     files = {name: data for name, data in image.files.items() if name.partition("/")[0] in needed}
     settings = {
         "args": {"PACKAGES": image.packages},
         "network": "none",  # nothing of it is fetched: this works on a host that reaches no network at all
         "labels": {DIGEST_LABEL: image.digest, PACKAGES_LABEL: image.packages},
+        **more,
     }
-    _build(host, _images(state), image.reference, files, settings, report)
+    _build(host, images, image.reference, files, settings, report)
     report(f"{host.name}: image {image.reference} is there")
 
 

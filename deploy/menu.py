@@ -48,6 +48,8 @@ HELP = {
     "accept-new-host-key": "trust a host that SSH does not know yet (a changed key is never trusted)",
     "rollback-on-failure": "if the new run dies before its first step, start the release before it again",
     "build": "where the image is built: host (default) or local, then only what the host lacks travels",
+    "for": "engine, or pct: one file that a Proxmox host takes (default: as the host's runtime has it)",
+    "form": "with --for pct: oci (Proxmox 9.1 and later) or template (default: by the host's version)",
     "release": "a release of the name, instead of the previous one",
     "what": "checkpoint (default), events, log or run",
     "keep": "how many releases and runs of each name stay",
@@ -118,18 +120,19 @@ def task(
             if code:
                 raise Exit(code=code)
 
-        names = {key.replace("_", "-") for key in body.__annotations__}
+        # (A word of Python's, like for, has an underscore behind it there.)
+        names = {key.rstrip("_").replace("_", "-") for key in body.__annotations__}
         words = {key: text for key, text in {**HELP, **(said or {})}.items() if key in names}
         return fabric_task(auto_shortflags=False, help=words, **flags)(run)
 
     return wrap
 
 
-def part(root: Path, of: Collection, name: str) -> Callable[[Callable[..., int | None]], Any]:
+def part(root: Path, of: Collection, name: str, **flags: Any) -> Callable[[Callable[..., int | None]], Any]:
     """A task in a part of the menu: ``push`` in ``weights`` is ``fab weights.push``."""
 
     def wrap(body: Callable[..., int | None]) -> Any:
-        of.add_task(task(root, name=name)(body))
+        of.add_task(task(root, name=name, **flags)(body))
         return body  # no task: else the menu would have it a second time, outside its part
 
     return wrap
