@@ -123,7 +123,7 @@ def test_an_archive_that_cannot_be_written_leaves_nothing(pack, monkeypatch) -> 
 
     monkeypatch.setattr("deploy.oci_archive._add", full)
     with pytest.raises(
-        DeployError, match="cannot be put together under .*: No space left on device; make room"
+        DeployError, match=r"cannot be put together under .*: No space left on device; make room"
     ):
         pack("oci")
     assert [path.name for path in pct_image.cache().iterdir()] == ["pack.lock"]
@@ -236,5 +236,5 @@ def test_any_template_with_an_init_will_do(tmp_path: Path) -> None:
 
 def test_without_the_package_it_says_what_to_install(pack, monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(DeployError, match="lacks the Python package zstandard.*pip install"):
+    with pytest.raises(DeployError, match=r"lacks the Python package zstandard.*pip install"):
         pack("oci")
