@@ -797,7 +797,7 @@ def build_image(
     accept_new_host_key: bool = False,
     debug: bool = False,
 ) -> int | None:
-    """Build a run's image: for a host's engine, or as one file for a Proxmox host."""
+    """Build a run's image for an engine, or as one file for Proxmox."""
     from deploy import actions, target
     from deploy import image_tasks as tasks
 

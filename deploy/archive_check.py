@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +17,7 @@ from deploy.pct_form import INSIDE, NAME, PATH, SUFFIX, Archive
 
 XZ = b"\xfd7zXZ"
 COMPRESSED = {image_layers.GZIP: "gzip", image_layers.ZSTD: "zstd", XZ: "xz", b"BZh": "bzip2"}
+OF_THE_NEXT = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE)  # told of the next header
 SMALL = 16 << 20  # bytes: more than any index, manifest or configuration has
 
 
@@ -157,15 +159,14 @@ def _template(path: Path) -> dict[str, Any]:
         file.seek(0)
         try:
             stream = zstd.reader(file)
-            with tarfile.open(fileobj=stream, mode="r|", bufsize=pct_form.BLOCK) as archive:
-                for member in archive:
-                    if member.name != "." and not member.name.startswith("./"):
-                        raise Wrong(f"has an entry {member.name[:80]}, but each must begin with ./")
-                    if member.name == f"./{INSIDE}":
-                        source = archive.extractfile(member)
-                        start = json.loads(source.read(SMALL)) if source else None
-                    elif "bin/" in member.name or (member.mode & 0o111 and not member.isdir()):
-                        programs.add(member.name.removeprefix("."))
+            for member in _headers(stream):
+                if member.name != "." and not member.name.startswith("./"):
+                    raise Wrong(f"has an entry {member.name[:80]}, but each must begin with ./")
+                if member.name == f"./{INSIDE}":
+                    start = json.loads(_take(stream, min(member.size, SMALL)))
+                    member.size = 0
+                elif member.mode & 0o111 and not member.isdir():
+                    programs.add(member.name.removeprefix("."))
             while stream.read(pct_form.BLOCK):  # to the end: its checksum is there
                 pass
         except tarfile.TarError:
@@ -184,6 +185,40 @@ def _template(path: Path) -> dict[str, Any]:
         except (KeyError, TypeError):
             raise Wrong(f"has a damaged /{INSIDE}") from None
     return start or pct_form.image_config({"config": {"Entrypoint": ["/sbin/init"], "Env": [f"PATH={PATH}"]}})
+
+
+def _headers(stream: IO[bytes]) -> Iterator[tarfile.TarInfo]:
+    """Each header of a tar that is read once, over its content, of which who asks may have read `size` less.
+
+    Python's own way through a stream takes three times as long.
+    """
+    long: bytes | None = None
+    while any(block := _take(stream, tarfile.BLOCKSIZE)):
+        member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        size = member.size if member.type in (*tarfile.REGULAR_TYPES, *OF_THE_NEXT) else 0
+        padding = -size % tarfile.BLOCKSIZE
+        if member.type == tarfile.GNUTYPE_LONGNAME:
+            long = _take(stream, size).rstrip(b"\0")
+            size = 0
+        elif member.type not in OF_THE_NEXT:
+            if long is not None:
+                member.name, long = long.decode("utf-8", "surrogateescape"), None
+            member.size = size
+            yield member
+            size = member.size
+        left = size + padding
+        while left:
+            left -= len(_take(stream, min(left, pct_form.BLOCK)))
+
+
+def _take(stream: IO[bytes], count: int) -> bytes:
+    data = stream.read(count)
+    while len(data) < count:
+        more = stream.read(count - len(data))
+        if not more:
+            raise tarfile.ReadError("unexpected end of data")
+        data += more
+    return data
 
 
 def _is_there(program: str, search: str, programs: set[str]) -> bool:

@@ -32,11 +32,12 @@ def for_engine(goal: Target, run: RunSettings, build: str | None, progress: Prog
     facts = goal.facts()
     wanted = compose.image(CHECKOUT, goal.settings, run, facts)
     if not isinstance(wanted, image.Image):
-        why = "names an image of its own (image: use)" if wanted else "needs no image on"
-        what = (
-            f"{run.name} {why}" if wanted else f"{run.name} {why} {goal.settings.name}, which has no engine"
+        if wanted is not None:
+            raise DeployError(f"{run.name} has an image of its own (image: use), so there is none to build")
+        raise DeployError(
+            f"{goal.settings.name} runs {run.name} as plain processes, which need no image; set runtime: "
+            "compose for it, or give --for pct for a Proxmox host"
         )
-        raise DeployError(f"{what}, so there is none to build; give --for pct for a Proxmox host")
     where: image.Build = build or run.image.build or goal.settings.build or "host"  # type: ignore[assignment]
     image.make(goal.host, facts["state"]["root"], wanted, image.plan(facts, wanted, where), progress)
     return wanted.reference
@@ -83,6 +84,10 @@ def of_checkout(
     key = f"{wanted.digest[:12]}-{architecture}" if architecture else wanted.digest[:12]
 
     def build() -> str:
+        try:
+            image.there(Local(image.HERE), wanted.reference)
+        except DeployError as error:
+            raise DeployError(f"{error} (this machine's engine makes the images for Proxmox)") from None
         return image.build_whole_here(wanted, architecture, progress)
 
     return pct_image.pack(key, variant, form, progress, build=build)

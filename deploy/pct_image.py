@@ -115,6 +115,7 @@ def _make(image: Layers, variant: str, form: Form, final: Path, report: Report) 
         start = image_config(image.config, *words)
         check_start(start, lambda program, path: rootfs.has_program(root, program, path))
         if form == "oci":
+            image = image_layers.without_devices(image, partial)
             total = sum(layer.path.stat().st_size for layer in image.layers)
             oci_archive.write(image, start, incoming, Told("packed", total, report))
         else:
@@ -122,6 +123,8 @@ def _make(image: Layers, variant: str, form: Form, final: Path, report: Report) 
         digest = sha256(incoming)
         path = partial / f"drafthouse-{variant}-{digest[:12]}{SUFFIX[form]}"
         incoming.rename(path)
+        for left in partial.glob("*.layer"):
+            left.unlink()
         made = archive_check.check(path)
         record = {**asdict(made), "start": start, "name": made.name, "mtime_ns": path.stat().st_mtime_ns}
         del record["path"]

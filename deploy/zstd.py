@@ -20,10 +20,10 @@ LEVEL = 2
 BLOCK = 1 << 20
 
 
-def compressor(level: int = LEVEL) -> zstandard.ZstdCompressor:
+def compressor() -> zstandard.ZstdCompressor:
     """One for one stream; every core works on it. Raises DeployError without the package."""
     # -1: as many threads as there are cores. Never 0, whose result is another one.
-    return _library().ZstdCompressor(level=level, threads=-1, write_checksum=True)
+    return _library().ZstdCompressor(level=LEVEL, threads=-1, write_checksum=True)
 
 
 def reader(file: IO[bytes]) -> IO[bytes]:

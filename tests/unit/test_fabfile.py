@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TASKS = [
     "bootstrap", "compare", "deploy", "diff", "peek", "plan", "prune", "pull", "reference", "render",
     "restart", "rollback", "runs", "stacks", "start", "status", "stop", "tail", "watch",
-    "data.push", "data.stage",
+    "data.push", "data.stage", "image.build",
     "weights.evict", "weights.list", "weights.push", "weights.stage", "weights.verify",
 ]  # fmt: skip
 
@@ -47,6 +47,7 @@ def test_every_flag_is_explained_and_none_is_short(collection: Collection) -> No
     for name in ("status", "watch"):
         assert said[name, "host"].endswith("(default: localhost and every host of fabric.yaml)")
         assert said[name, "name"].endswith("(default: every name)")
+    assert "pct" in said["image.build", "for_"]  # a word that no parameter of Python can have
     assert said["stop", "name"].endswith("(default: the run file's name)")
 
 

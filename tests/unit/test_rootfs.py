@@ -6,27 +6,29 @@ import io
 import os
 import stat
 import subprocess
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from images import device, digest, directory, file, layer, link, symlink
 
-from deploy import rootfs
+from deploy import image_layers, rootfs
 from deploy.errors import DeployError
-from deploy.image_layers import Layer, Layers
+from deploy.image_layers import Layers
 from deploy.manifest import Told
 
 CAPABILITY = b"\x01\x00\x00\x02\x00\x20\x00\x00" + bytes(12)  # cap_net_raw=ep: no text, and zero bytes
 XATTR = "SCHILY.xattr.security.capability"
 
 
-def image(place: Path, *layers: bytes) -> Layers:
+def image(place: Path, *layers: bytes, config: Any = None) -> Layers:
     found = []
     for data in layers:
         path = place / f"{digest(data)}.layer"
         path.write_bytes(data)
-        found.append(Layer(path, digest(data)))
-    return Layers({}, tuple(found))
+        found.append(image_layers.layer(path, digest(data)))
+    return Layers(config or {}, tuple(found))
 
 
 def written(place: Path, *layers: bytes) -> bytes:
@@ -124,10 +126,30 @@ def test_owners_modes_times_and_capabilities_stay(unpacked) -> None:
     assert (root / os.fsdecode(b"umlaut-\xff")).read_bytes() == b"no text"
 
 
-def test_devices_are_kept_where_proxmox_leaves_them_out(tmp_path: Path, unpacked) -> None:
-    data = layer(directory("dev"), device("dev/null", 1, 3), device("/dev/zero", 1, 5))
-    assert b"./dev/null" in written(tmp_path, data)
-    assert list((unpacked(data) / "dev").iterdir()) == []
+def test_devices_which_an_unprivileged_container_may_not_have_are_left_out(tmp_path: Path, unpacked) -> None:
+    pipe, _ = file("pipe")
+    pipe.type = tarfile.FIFOTYPE
+    data = layer(device("var/null", 1, 3), pipe, device("/dev/zero", 1, 5))
+    root = unpacked(data)
+    assert names(root) == {"pipe"}
+    assert stat.S_ISFIFO((root / "pipe").stat().st_mode)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_layers_keep_all_but_the_devices(tmp_path: Path, last: bool) -> None:
+    """Byte by byte, so that a layer without any stays the same one."""
+    long = device("d" * 150, 1, 3)
+    others = [file("a", b"1" * 700), file("n" * 150, b"2")]
+    with_device = layer(others[0], long, others[1]) if not last else layer(*others, long)
+    whole = image(tmp_path, layer(file("x")), with_device, config={"rootfs": {}})
+    (tmp_path / "new").mkdir()
+    made = image_layers.without_devices(whole, tmp_path / "new")
+    found = [one.path.read_bytes() for one in made.layers]
+    assert found[0] == layer(file("x"))
+    assert found[1].rstrip(b"\0") == layer(*others).rstrip(b"\0")
+    assert made.config["rootfs"]["diff_ids"] == [f"sha256:{digest(data)}" for data in found]
+    again = image_layers.layer(made.layers[1].path, made.layers[1].diff_id)
+    assert [one.name for one in again.members] == ["a", "n" * 150]
 
 
 def test_paths_go_through_links_but_never_out_of_the_root(unpacked, tmp_path: Path) -> None:
