@@ -98,10 +98,12 @@ def _check(box: PveBox, made: Archive) -> None:
     first = box.call(*within, "sh", "-c", script).stdout.split()
     assert first[0] == "tini"
     assert "PYTHONUNBUFFERED=1" in first
-    # What pct exec starts finds the image's Python, unbuffered; so does a login shell without any of it.
+    # What pct exec starts finds the image's Python, unbuffered; so do logins that have nothing of this.
     assert box.call(*within, "python", "-c", ASK).stdout.split() == ["1", "True", "/opt/venv"]
     bare = ["env", "-i", "bash", "-lc", f'python -c "{ASK}"']
     assert box.call(*within, *bare).stdout.split() == ["1", "True", "/opt/venv"]
+    login = ["env", "-i", "/bin/su", "root", "-c", "echo $PYTHONUNBUFFERED"]
+    assert box.call(*within, *login).stdout.split() == ["1"]
     box.pct("shutdown", "301", "--timeout", "30")
     ended = box.call("cat", f"{_rootfs(box)}/var/lib/drafthouse/ended").stdout
     assert ended == "SIGTERM"
