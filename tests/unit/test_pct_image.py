@@ -165,6 +165,12 @@ def changed(archive: Archive, **more: bytes | None) -> bytes:
     return tar(list(found.items()))
 
 
+def damaged(archive: Archive) -> bytes:
+    """Its first layer with another byte in it."""
+    data = next(data for data in entries(archive).values() if data.startswith(b"\x28\xb5\x2f\xfd"))
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
 WRONG: dict[str, tuple[Callable[[Archive], bytes], str]] = {
     "prefix": (
         lambda one: tar([(f"./{n}", d) for n, d in entries(one).items()]),
@@ -181,7 +187,8 @@ WRONG: dict[str, tuple[Callable[[Archive], bytes], str]] = {
         "etc/passwd, which no OCI",
     ),
     "missing blob": (lambda one: changed(one, layer=None), "lacks the blob sha256:.* of its layer"),
-    "damaged blob": (lambda one: changed(one, layer=b"damage"), "has a damaged layer: blob sha256:"),
+    "short blob": (lambda one: changed(one, layer=b"damage"), "has a damaged layer: blob sha256:"),
+    "damaged blob": (lambda one: changed(one, layer=damaged(one)), "has a damaged layer: blob sha256:"),
     "no JSON": (lambda one: changed(one, index=b"{"), "index.json that is no JSON"),
     "no image": (lambda one: changed(one, index=b'{"manifests": []}'), "tells of no image"),
     "kind": (
