@@ -188,6 +188,15 @@ def test_the_version_of_the_host_decides_the_form(goal, pve_box, pack, version: 
     assert re.fullmatch(rf"drafthouse-own-[0-9a-f]{{12}}{re.escape(suffix)}", made.name)
 
 
+def test_the_hosts_own_devices_and_architecture_decide_the_rest(goal, monkeypatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(pct_image, "pack", lambda *words, **more: asked.append(words))
+    image_tasks.for_pct(goal, run(), None, print)
+    key, variant, form, _ = asked[0]
+    assert (variant, form) == ("cpu", "oci")
+    assert re.fullmatch(r"[0-9a-f]{12}-(amd64|arm64)", key)
+
+
 def test_what_the_host_cannot_take_is_refused_before_anything_is_built(goal, pve_box, monkeypatch) -> None:
     monkeypatch.setattr(pct_image, "pack", lambda *words, **more: pytest.fail("something was built"))
     pve_box.version = "8.4"
