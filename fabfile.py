@@ -248,6 +248,46 @@ def diff(
     return None
 
 
+@task(
+    {
+        "script": "a script on the host that starts the training, like /root/run.sh",
+        "pid": "a process on the host that trains already; it is not touched",
+        "out": "the run's file to write (default: runs/NAME.yaml)",
+        "name": "the experiment (default: what the command calls itself)",
+        "line": "which program of the script, by the line that it begins in",
+        "dry-run": "print the file, and write and register nothing",
+    }
+)
+def adopt(
+    context: Context,
+    host: str | None = None,
+    script: str | None = None,
+    pid: str | None = None,
+    name: str | None = None,
+    out: str | None = None,
+    line: str | None = None,
+    as_trainer: bool = False,
+    force: bool = False,
+    dry_run: bool = False,
+    json: bool = False,
+    accept_new_host_key: bool = False,
+    debug: bool = False,
+) -> int | None:
+    """Make a run's file of a script, or of a process that runs."""
+    from deploy import adopt_task, target
+
+    number = None if pid is None else whole("--pid", pid)
+    at = None if line is None else whole("--line", line)
+    goal = target.one(host, ROOT, accept_new_host_key)
+    looks_only = dry_run or context.config.run.dry
+    wanted = {"script": script, "pid": number, "name": name, "out": out, "line": at, "trainer": as_trainer}
+    made = adopt_task.carry_out(goal, **wanted, force=force, looks_only=looks_only)
+    if json:
+        return show(made.to_json())
+    print(menu.here(adopt_task.text(made, goal, looks_only)), flush=True)
+    return None
+
+
 # -- looking -----------------------------------------------------------------------------------------------
 
 

@@ -6,8 +6,13 @@ Runs ON the host, asked by `deploy.adopt`. It only reads. Standard library only,
 from __future__ import annotations
 
 import os
+import re
 import stat
 from typing import Any
+
+from deploy import mask
+
+_SECRET = re.compile(r"(TOKEN|KEY|PASSWORD|PASSWD|SECRET|CREDENTIALS?)(_?\d+)?$", re.IGNORECASE)
 
 # Of a login these say where and how somebody sits, and nothing of what a program needs.
 LOGIN_ONLY = ("_", "PWD", "OLDPWD", "SHLVL", "TERM", "PS1", "PS2", "LS_COLORS", "COLORTERM", "TMUX",
@@ -29,6 +34,11 @@ def login() -> dict[str, Any]:
 def of_a_terminal(name: str) -> bool:
     """Whether a variable belongs to whoever sits there, and to no program that is started."""
     return name in LOGIN_ONLY or name.startswith(LOGIN_PREFIXES)
+
+
+def secret(name: str, value: str) -> bool:
+    """Whether a variable is kept out of files and answers: rather one too many."""
+    return bool(_SECRET.search(name)) or mask.secret_name(name) or mask.text(value) != value
 
 
 def test(operator: str, path: str) -> bool:

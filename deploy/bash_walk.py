@@ -50,6 +50,7 @@ class Start:
 
     argv: list[Word]
     environment: dict[str, str]
+    touched: frozenset[str]  # those variables that the script has set
     removed: tuple[str, ...]  # variables of the login that it does not have
     directory: str
     directory_unsure: str
@@ -439,15 +440,13 @@ class Walk:
         shell, sure = self.shell, {}
         for name in sorted(shell.exported):
             if name in shell.unsure:
-                if name in self.login and name not in shell.variables and name == "PATH":
-                    pass
                 self.notes.append(Note("lost", node.start_point[0] + 1, name, shell.unsure[name]))
             elif name in shell.variables:
                 sure[name] = shell.variables[name]
         removed = tuple(sorted(name for name in self.login if name not in sure and name not in shell.unsure))
         self.starts.append(
             Start(
-                [*(Word(word) for word in self._limited()), *argv], sure, removed, shell.directory,
+                [*(Word(word) for word in self._limited()), *argv], sure, frozenset(shell.touched), removed, shell.directory,
                 shell.directory_unsure, node.start_point[0] + 1, " ".join(_text(node).replace("\\\n", " ").split()),
                 self.moved, shell.asked_arguments, list(self._inside),
             )  # fmt: skip

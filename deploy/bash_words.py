@@ -42,6 +42,7 @@ class Shell:
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
+    touched: set[str] = field(default_factory=set)  # what the script itself has set
     unsure: dict[str, str] = field(default_factory=dict)
     functions: dict[str, Any] = field(default_factory=dict)
     directory: str = "/"
@@ -54,12 +55,13 @@ class Shell:
     def copy(self) -> Shell:
         return Shell(
             self.place, dict(self.variables), {key: list(value) for key, value in self.arrays.items()},
-            set(self.exported), dict(self.unsure), dict(self.functions), self.directory,
+            set(self.exported), set(self.touched), dict(self.unsure), dict(self.functions), self.directory,
             self.directory_unsure, self.zero, list(self.arguments), self.asked_arguments, self.all_exported,
         )  # fmt: skip
 
     def assign(self, name: str, value: str | list[str]) -> None:
         self.unsure.pop(name, None)
+        self.touched.add(name)
         if isinstance(value, list):
             self.variables.pop(name, None)
             self.arrays[name] = value
@@ -467,6 +469,8 @@ def _expand(node: Any, shell: Shell, run: Run, quoted: bool) -> tuple[list[str],
         if name == "@" or (name == "*" and not quoted):
             shell.asked_arguments = True
             return list(shell.arguments), True
+        if not re.fullmatch(r"\w+|[@*#?$!_-]", name):
+            raise Unknown(f"{text} is not understood")
         if name[0].isdigit() and len(name) > 1:  # $1x is $1 and x
             return [(shell.get(name[0]) or "") + name[1:]], False
         return [shell.get(name) or ""], False

@@ -193,7 +193,7 @@ def without_heartbeat(run: dict[str, Any], now: float, work: Work) -> Doing:
             return Doing("compiling", f"{silence}, but {compiles}")
         if reads:
             return Doing("loading", f"{silence}, but it {reads}")
-        elsewhere = output.prints_elsewhere(work)
+        elsewhere = output.prints_elsewhere(run, work)
         if elsewhere and now - elsewhere[0] <= QUIET_WORK:
             words = f"sends no heartbeat; it {elsewhere[1]}, the newest {ago(now, elsewhere[0])}"
             return Doing("training", words)

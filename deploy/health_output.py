@@ -75,13 +75,14 @@ def may_hold(work: Work) -> bool:
     return any(number(file, "bytes") == 0 for file in files)
 
 
-def prints_elsewhere(work: Work) -> tuple[float, str] | None:
+def prints_elsewhere(run: dict[str, Any], work: Work) -> tuple[float, str] | None:
     """(when, words) of the newest output into a file that is not the run's log."""
+    own = table(table(run, "run"), "adopted").get("stdout")  # of a run that was adopted this is its log
     found = []
     for item in work.processes:
         told = table(item, "stdout_file")
         when, size = number(told, "modified"), number(told, "bytes")
-        if when is not None and size:
+        if when is not None and size and item.get("stdout") != own:
             found.append((when, f"prints into {cut(str(item.get('stdout')), 80)}, {size:,.0f} bytes"))
     return max(found, default=None)
 

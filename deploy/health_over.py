@@ -104,6 +104,11 @@ def container_words(run: dict[str, Any]) -> str:
 def not_alive(run: dict[str, Any], now: float, host: str | None) -> Told:
     """No launch, and no record of an end: it did not begin yet, or nobody was left to write one."""
     switch, name = table(run, "switch"), run.get("name")
+    adopted = table(table(run, "run"), "adopted")
+    if adopted:
+        why = "the machine restarted since" if run.get("rebooted") else "how is not known, as nobody waited for it"
+        reason = f"process {adopted.get('pid')}, which was adopted, has ended: {why}{last_line(run)}"
+        return "stopped", reason, command("deploy", name, host)
     if table(run, "launch"):
         why = "the machine restarted since" if run.get("rebooted") else launch_killed(run)
         why = container_words(run) or why

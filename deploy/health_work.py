@@ -63,6 +63,8 @@ def look(run: dict[str, Any], sample: float) -> Work:
     launch = table(run, "launch")
     # launch.json has the number that launch has in its container, where the first process waits for it.
     waiting = {number(launch, "pid"), 1.0 if table(run, "container") else None} - {None}
+    if table(table(run, "run"), "adopted"):  # there is no launch: the process itself stands in its place
+        waiting = set()
     own = [item.get("cmdline") for item in found if item.get("nspid", item.get("pid")) in waiting]
     rest = [item for item in found if item.get("cmdline") not in own]  # launch and its guard wait
     living = [item for item in rest if item.get("state") not in ("Z", "X")]

@@ -318,6 +318,10 @@ class Follower:
                     return True, exit.code, ""
                 if run.alive():  # it was between taking its files and its lock
                     return False, None, ""
+            made = run.run()
+            if made and made.adopted:
+                pid = made.adopted.get("pid")
+                return True, UNKNOWN_CODE, f"── process {pid} has ended; how is not known, as it was adopted"
         except (ValueError, TypeError) as error:
             return True, UNKNOWN_CODE, f"── run {run.path.name} cannot be followed: {error}"
         why = "killed, or the machine restarted"

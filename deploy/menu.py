@@ -69,6 +69,8 @@ HELP = {
     "rsync": "by rsync, as to hosts without Python (slower; keeps no copy on the disk there)",
     "streams": "how many connections side by side (default: by cores and distance)",
     "evict-first": "if old and new weights do not fit together, the old ones go first (deploy: once stopped)",
+    "as-trainer": "write trainer: with our trainer's flags, in place of command:",
+    "force": "replace a file that is there",
     "copy": "a name, NAME@DIGEST or a path, as fab weights.list shows them",
 }
 EVERYWHERE = {  # of tasks that show all there is, if nothing else is said

@@ -36,6 +36,7 @@ class Stop:
     asks: bool  # whether a checkpoint is asked for: there are heartbeats, and a step was taken
     checkpoint_timeout_seconds: float
     grace_seconds: float
+    adopted: int | None = None  # the process, if it was started by hand
 
 
 @dataclass(frozen=True)
@@ -408,7 +409,14 @@ def stop_of(live: Mapping[str, Any], facts: Mapping[str, Any], *, checkpoint: bo
         patience > 0 and any(beat.get("step") for beat in live["heartbeats"].values()),
         patience,
         usual.grace_seconds if grace is None else grace,
+        adopted_pid(live),
     )
+
+
+def adopted_pid(run: Mapping[str, Any]) -> int | None:
+    """The process that was adopted as this run; None for one of our own."""
+    pid = number(table(table(dict(run), "run"), "adopted"), "pid")
+    return None if pid is None else int(pid)
 
 
 def release_before(survey: Survey) -> str | None:
@@ -449,7 +457,7 @@ def _resume(survey: Survey, run: RunSettings) -> str:
     if (run.trainer or {}).get("resume") == "never":
         return "begins at step 0 (resume: never)"
     untrained = ""
-    if live is not None:
+    if live is not None and adopted_pid(live) is None:
         beats = [beat for beat in live["heartbeats"].values() if isinstance(beat, Mapping)]
         if any(beat.get("step") for beat in beats) or not beats:
             return f"resumes from the checkpoint that {live['run_id']} leaves"

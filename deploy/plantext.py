@@ -155,6 +155,12 @@ def _stop_rows(plan: Plan) -> list[tuple[str, str]]:
     if stop is None:
         return []
     signals = f"SIGTERM, SIGKILL {stop.grace_seconds:g} s later"
+    if stop.adopted is not None:
+        which = f"{stop.run_id}, process {stop.adopted} and its children ({stop.doing}): {signals}"
+        return [
+            ("stop", which),
+            ("", "it was started by hand, so it cannot be asked for a checkpoint: what it does not save itself is lost"),
+        ]
     if not stop.asks:
         return [
             ("stop", f"{stop.run_id} ({stop.doing}): {signals}"),

@@ -325,7 +325,7 @@ def _directories(survey: Survey, run: RunSettings) -> list[Check]:
     for other in survey.facts.get("runs", []):
         words = (other.get("run") or {}).get("command") or []
         used = words[words.index("--output-dir") + 1] if "--output-dir" in words[:-1] else None
-        if not other["alive"] or used is None:
+        if not other["alive"] or used is None or (other.get("run") or {}).get("adopted"):
             continue
         if other["name"] != run.name and used == mine:
             found.append(

@@ -404,9 +404,16 @@ def load_run(
         applied[dotted(key)] = text  # as written: what `fab render --set` can be given again
     if name is not None:
         top["name"], origins[("name",)] = name, "--name"
-    top.setdefault("name", path.stem)
     file = YamlFile(file.name, top, file.lines, written, origins)
-    return Recipe(explain.build(RunSettings, _normalised(file, top), file, ()), path, why, applied)
+    return Recipe(read_run(file, path.stem), path, why, applied)
+
+
+def read_run(file: YamlFile, stem: str) -> RunSettings:
+    """The settings that a run's file of this stem gives. Raises DeployError for what is wrong in it."""
+    top = dict(explain.mapping(file, (), file.value))
+    top.setdefault("name", stem)
+    file = YamlFile(file.name, top, file.lines, file.written, file.origins)
+    return explain.build(RunSettings, _normalised(file, top), file, ())
 
 
 def _run_file(project: Project, run: str | None, host: HostSettings | None) -> tuple[Path, str]:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from deploy import machine, procfs, segments, stacks_parse, stacks_ranks
+from deploy import adopt_process, machine, procfs, segments, stacks_parse, stacks_ranks
 from deploy.errors import DeployError
 from trainer import status
 
@@ -51,8 +51,12 @@ def of_run(run_path: str, first: int, by: str, tool: str | None = None) -> dict[
         raise DeployError(f"{run.path.name} is not in progress any more, so it has no stacks")
     launch, written = run.launch(), run.run()
     table = procfs.processes()
-    top = procfs.holding(str(run.lock), table) or first
-    own = [pid for pid in procfs.of_run(top, 0, table) if pid != top and not procfs.is_launch(pid)]
+    if written and written.adopted:  # there is no launch: its process is one of those that are meant
+        own = sorted(adopt_process.tree(int(written.adopted["pid"])))
+        top = own[0] if own else 0
+    else:
+        top = procfs.holding(str(run.lock), table) or first
+        own = [pid for pid in procfs.of_run(top, 0, table) if pid != top and not procfs.is_launch(pid)]
     if not own:
         who = "has no process of its own at the moment" if top else "belongs to another user of the host"
         raise DeployError(f"{run.path.name} {who}, so no stack can be read; fab status says more")
@@ -60,7 +64,7 @@ def of_run(run_path: str, first: int, by: str, tool: str | None = None) -> dict[
     ranks = {beat.pid: rank for rank, beat in run.heartbeats().items() if beat.attempt == attempt}
     made = written.command[0] if written and written.runtime == "process" else ""
     tool = find_tool([os.path.dirname(made)] if os.path.isabs(str(made)) else []) or tool
-    found = look([pid for pid in own if table[pid]["state"] not in "ZX"], tool, ranks)
+    found = look([pid for pid in own if pid in table and table[pid]["state"] not in "ZX"], tool, ranks)
     asked = None
     lacking = [one for one in found if one["python"] and not one["threads"] and one["rank"] is not None]
     if lacking:

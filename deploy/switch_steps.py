@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy import contained, files, gpus, procfs
+from deploy import adopt_process, adopted_stop, contained, files, gpus, procfs
 from deploy.sizes import age
 from trainer import status
 
@@ -119,6 +119,9 @@ class Switch:
         if not old.alive():
             self.clear_left_behind(old)
             return "skipped", "no run is in progress"
+        known = adopt_process.adopted(old)
+        if known:
+            return self.stop_adopted(old, known)
         began = time.monotonic()
         try:
             old.ask("stop", self.spec["by"])
@@ -146,6 +149,18 @@ class Switch:
             with contextlib.suppress(OSError):  # there is room: launch has let go of what it kept for its end
                 old.write_exit(exit)
         return "ok", f"{words}; ended after {time.monotonic() - began:.1f} s with exit code {exit.code}"
+
+    def stop_adopted(self, old: status.RunDir, known: dict[str, Any]) -> tuple[str, str]:
+        """End a process that was started by hand, and what it has started: these, and no others."""
+        try:
+            how, code = adopted_stop.stop(known, self.spec["grace_seconds"])
+        except adopted_stop.Stays as error:
+            raise Failed(str(error)) from None
+        message = f"process {known['pid']}, which was adopted, was stopped by {self.spec['by']}"
+        exit = status.Exit("stopped", code, signal=code - 128, asked_by=self.spec["by"], message=message)
+        with contextlib.suppress(OSError):
+            old.write_exit(exit)
+        return "ok", how
 
     def signal_run(self, run: status.RunDir, number: signal.Signals) -> str:
         """Signal a run, through its container if it has one; what was sent, in words."""

@@ -154,6 +154,9 @@ class Run:
     changes: dict = field(default_factory=dict)  # --set
     working_directory: str | None = None
     tty: bool = False  # stdout and stderr are a pseudo-terminal instead of a pipe
+    # A process that was started by hand, and is a run by name only: {pid, start: clock ticks since the boot,
+    # boot: its id, stdout: the file that it prints into or None}. Such a run has no launch, so no lock of it.
+    adopted: dict | None = None
     grace_seconds: float = 60.0  # from TERM to KILL
     checkpoint_timeout_seconds: float = 300.0  # a stop waits so long for the checkpoint that it asks for
     restart_attempts: int = 3  # crashes that start the next attempt: at most this many ...
@@ -342,18 +345,47 @@ class RunDir:
         """Whether launch holds the run's lock: true from its start until the kernel has ended it.
 
         The lock says more than a pid: it cannot be reused, and it is seen alike from inside a container
-        and from the host, since both look at the same file.
+        and from the host, since both look at the same file. A run that was adopted has no launch: of it the
+        process itself counts.
         """
         try:
             descriptor = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            return False
+            return self._adopted_lives()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
         finally:
             os.close(descriptor)
+        return False
+
+    def _adopted_lives(self) -> bool:
+        """Of a run that launch never began: whether it is a process that was adopted, and goes on."""
+        try:
+            made = self.run()
+        except (ValueError, OSError):
+            return False
+        return made is not None and made.adopted is not None and same_process(made.adopted)
+
+
+def boot_id() -> str | None:
+    """What tells this start of the machine from every other one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def same_process(known: dict) -> bool:
+    """Whether the process {pid, start, boot} is there still: numbers are used again, also after a reboot."""
+    try:
+        text = Path(f"/proc/{int(known['pid'])}/stat").read_bytes().decode("utf-8", "replace")
+        fields = text.rpartition(")")[2].split()  # the name before may hold blanks and parentheses
+        return (
+            fields[0] not in "ZX" and int(fields[19]) == known["start"] and boot_id() == known.get("boot")
+        )
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
         return False
 
 
