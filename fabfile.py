@@ -280,7 +280,14 @@ def adopt(
     at = None if line is None else whole("--line", line)
     goal = target.one(host, ROOT, accept_new_host_key)
     looks_only = dry_run or context.config.run.dry
-    wanted = {"script": script, "pid": number, "name": name, "out": out, "line": at, "trainer": as_trainer}
+    wanted: dict[str, Any] = {
+        "script": script,
+        "pid": number,
+        "name": name,
+        "out": out,
+        "line": at,
+        "trainer": as_trainer,
+    }
     made = adopt_task.carry_out(goal, **wanted, force=force, looks_only=looks_only)
     if json:
         return show(made.to_json())

@@ -16,7 +16,7 @@ from typing import Any
 
 from deploy import adopt_run, lock, mask, onhost, settings, typedpath, yamlfile
 from deploy.adopt_run import Made
-from deploy.bash_walk import Note
+from deploy.bash_found import Note
 from deploy.errors import USAGE, DeployError
 from deploy.host import Host
 from deploy.target import Target
@@ -107,14 +107,14 @@ def script(
     if there is no such script, or if it starts no program, or several and `line` chooses none.
     """
     try:
+        from deploy.bash_shell import Shell
         from deploy.bash_walk import Walk
-        from deploy.bash_words import Shell
 
         import_parser()
     except ImportError:
         raise DeployError(
-            "fab adopt needs tree-sitter to read scripts; install the client's packages again (make .venv, or "
-            "pip install -c constraints.txt -e '.[deploy]')"
+            "fab adopt needs tree-sitter to read scripts; install the client's packages again: "
+            "pip install -c constraints.txt -e '.[deploy]'"
         ) from None
     host, label = goal.host, goal.settings.name
     login = onhost.ask(host, "deploy.adopt_host:login")
@@ -136,7 +136,9 @@ def script(
         try:
             made = adopt_run.as_trainer(made, start.line)
         except ValueError as error:
-            raise DeployError(f"--as-trainer does not fit {whole}: {error}; leave it out", code=USAGE) from None
+            raise DeployError(
+                f"--as-trainer does not fit {whole}: {error}; leave it out", code=USAGE
+            ) from None
     elif adopt_run.could_be_ours(made.settings["command"]):
         hints.append("its flags are our trainer's: --as-trainer writes trainer: in place of command:")
     made.notes[:0] = walk.notes
@@ -157,13 +159,17 @@ def import_parser() -> None:
 def _check_script(data: bytes, path: str, label: str) -> None:
     first = data.split(b"\n", 1)[0].decode("utf-8", "replace")
     if b"\0" in data:
-        raise DeployError(f"{path} on {label} is a program and no script; give the script that starts it", code=USAGE)
+        raise DeployError(
+            f"{path} on {label} is a program and no script; give the script that starts it", code=USAGE
+        )
     if len(data) > MOST_BYTES:
-        raise DeployError(f"{path} on {label} has {len(data):,} bytes, which is no script to start a run", code=USAGE)
+        raise DeployError(
+            f"{path} on {label} has {len(data):,} bytes, which is no script to start a run", code=USAGE
+        )
     if first.startswith("#!") and not re.search(r"\b(ba|da|z|k)?sh\b", first):
         raise DeployError(
-            f"{path} on {label} is a script for {first[2:].strip()[:60]}, and only those of bash are read; give "
-            "the script that starts it, or --pid of what runs",
+            f"{path} on {label} is a script for {first[2:].strip()[:60]}, and only those of bash are read; "
+            "give the script that starts it, or --pid of what runs",
             code=USAGE,
         )
 
@@ -179,8 +185,8 @@ def _chosen(walk: Any, path: str, label: str, line: int | None) -> Any:
         lost = [_said(one) for one in walk.notes if one.kind == "lost"]
         more = f" (not understood: {'; '.join(lost[:3])})" if lost else ""
         raise DeployError(
-            f"{path} on {label} starts no Python program, so there is nothing to adopt{more}; give the script "
-            "that does, or --pid of what runs",
+            f"{path} on {label} starts no Python program, so there is nothing to adopt{more}; give the "
+            "script that does, or --pid of what runs",
             code=USAGE,
         )
     if len(found) > 1:
@@ -206,7 +212,8 @@ def _name(given: str | None, told: str | None, path: str) -> str:
     if given is not None:
         if not status.valid_name(given):
             raise DeployError(
-                f"--name {given!r} cannot be a name; use lower-case letters, digits, '.', '_' and '-'", code=USAGE
+                f"--name {given!r} cannot be a name; use lower-case letters, digits, '.', '_' and '-'",
+                code=USAGE,
             )
         return given
     for text in (told, os.path.basename(path).partition(".")[0], "adopted"):
@@ -220,7 +227,13 @@ def _name(given: str | None, told: str | None, path: str) -> str:
 
 
 def process(
-    goal: Target, pid: int, *, name: str | None, out: str | None, trainer: bool = False, container: int | None = None
+    goal: Target,
+    pid: int,
+    *,
+    name: str | None,
+    out: str | None,
+    trainer: bool = False,
+    container: int | None = None,
 ) -> Adopted:
     """The run's file for a process of the host. It is only looked at; `register` makes a run of it.
 
@@ -241,7 +254,9 @@ def process(
     adopt_run.words_of_command(made, 0)
     adopt_run.add_devices(made, 0)
     if found["stdout"]:
-        made.notes.append(Note("became", 0, f"> {found['stdout']}", "the log: Drafthouse keeps what the next run prints"))
+        made.notes.append(
+            Note("became", 0, f"> {found['stdout']}", "the log: Drafthouse keeps what the next run prints")
+        )
     for sentence in found["notes"]:
         made.notes.append(Note("lost", 0, "", sentence))
     hints = []
@@ -249,7 +264,9 @@ def process(
         try:
             made = adopt_run.as_trainer(made, 0)
         except ValueError as error:
-            raise DeployError(f"--as-trainer does not fit process {pid}: {error}; leave it out", code=USAGE) from None
+            raise DeployError(
+                f"--as-trainer does not fit process {pid}: {error}; leave it out", code=USAGE
+            ) from None
     elif adopt_run.could_be_ours(made.settings["command"]):
         hints.append("its flags are our trainer's: --as-trainer writes trainer: in place of command:")
     done = _adopted(goal, made, named, out, hints)
@@ -270,14 +287,15 @@ def register(goal: Target, made: Adopted, run_file: str) -> str:
     """Make a run of an adopted process, which is not touched. Returns the run's id. Raises DeployError."""
     assert made.process is not None
     found, state, who = made.process, made.process["state"], lock.who()
+    variables = found["environment"]
     with lock.hold(goal.host, state, made.name, "adopt", 0.0):
         return str(
             onhost.ask(
                 goal.host, "deploy.adopt_process:register", state, made.name, found["identity"],
                 {
                     "command": found["argv"],
-                    "environment": {key: text for key, text in found["environment"].items() if text is not None},
-                    "secrets": sorted(key for key, text in found["environment"].items() if text is None),
+                    "environment": {key: text for key, text in variables.items() if text is not None},
+                    "secrets": sorted(key for key, text in variables.items() if text is None),
                     "working_directory": found["directory"],
                     "run_file": run_file,
                     "who": who,

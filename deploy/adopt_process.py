@@ -12,7 +12,6 @@ import pwd
 import re
 import stat
 import time
-from pathlib import Path
 from typing import Any
 
 from deploy import adopt_host, new_run, procfs
@@ -20,7 +19,9 @@ from deploy.errors import DeployError
 from trainer import status
 
 PYTHON = re.compile(r"(python|pypy)\d*(\.\d+)*t?")
-WAITING = re.compile(r"(ba|da|z|k|a)?sh|tini|docker-init|nohup|time|timeout|tee|sudo|su|script|tmux.*|screen|sshd.*")
+WAITING = re.compile(
+    r"(ba|da|z|k|a)?sh|tini|docker-init|nohup|time|timeout|tee|sudo|su|script|tmux.*|screen|sshd.*"
+)
 FIRST_SEGMENT = "00000000000000000000.log"
 SHOWN = 100  # characters of a command
 OF_A_LAUNCHER = re.compile(
@@ -30,9 +31,10 @@ OF_A_LAUNCHER = re.compile(
 
 
 def look(pid: int, label: str, state_root: str) -> dict[str, Any]:
-    """What a run's file for process `pid` needs: see the keys below. Raises DeployError, calling the host `label`.
+    """What a run's file for process `pid` needs: see the keys below. Raises DeployError.
 
-    Of the environment that is what a login here has not, or has otherwise; None for the value of a secret.
+    `label` is what the host is called, `state_root` where its runs lie. Of the environment the
+    answer has what a login here has not, or has otherwise; None in place of the value of a secret.
     """
     table = procfs.processes()
     pid, notes = _meant(pid, label, table, state_root)
@@ -74,7 +76,7 @@ def identity(pid: int) -> dict[str, Any]:
 
 
 def _meant(pid: int, label: str, table: dict[int, dict[str, Any]], state_root: str) -> tuple[int, list[str]]:
-    """The Python that is meant by a pid: itself, or the only one that it has started. And what to say of it."""
+    """The Python that is meant by a pid: itself, or the only one that it has started; what to say of it."""
     seen = table.get(pid)
     if seen is None or seen["state"] in "ZX":
         raise DeployError(f"there is no process {pid} on {label} (any more); correct --pid")
@@ -85,32 +87,39 @@ def _meant(pid: int, label: str, table: dict[int, dict[str, Any]], state_root: s
     _refuse_ours(pid, who, state_root)
     if not _python(pid):
         if not WAITING.fullmatch(_name_of(pid)):
-            raise DeployError(f"{who} is no Python, so nothing of it can be adopted; give the pid of the training")
+            raise DeployError(
+                f"{who} is no Python, so nothing of it can be adopted; give the pid of the training"
+            )
         found = _first_pythons(pid, table)
         if not found:
-            raise DeployError(f"{who} is no Python and has started none that runs; give the pid of the training")
+            raise DeployError(
+                f"{who} is no Python and has started none that runs; give the pid of the training"
+            )
         if len(found) > 1:
             each = ", ".join(f"{one} ({_command(one)})" for one in found[:4])
-            raise DeployError(f"{who} has started {len(found)} Pythons: {each}; give --pid of the one that is meant")
+            raise DeployError(
+                f"{who} has started {len(found)} Pythons: {each}; give --pid of the one that is meant"
+            )
         pid = found[0]
         _refuse_ours(pid, f"process {pid} on {label} ({_command(pid)})", state_root)
     above = table.get(table[pid]["ppid"])
     if above and procfs.ranks(pid).get("WORLD_SIZE", 1) > 1 and _python(above["pid"]):
         raise DeployError(
-            f"process {pid} on {label} is rank {procfs.ranks(pid).get('RANK', '?')} of a training that process "
-            f"{above['pid']} ({_command(above['pid'])}) has started; adopt that one: --pid {above['pid']}"
+            f"process {pid} on {label} is rank {procfs.ranks(pid).get('RANK', '?')} of a training that "
+            f"process {above['pid']} ({_command(above['pid'])}) has started; adopt that one: "
+            f"--pid {above['pid']}"
         )
     if above and re.fullmatch(r"(ba|da|z|k|a)?sh", _name_of(above["pid"])):
         words = procfs.read(above["pid"], "cmdline").split(b"\0")[1:-1]
         if words and not words[0].startswith(b"-l"):
             notes.append(
-                f"{_command(above['pid'])} (process {above['pid']}) started it and goes on when it ends; if that "
-                "would start it again, end that one before fab deploy"
+                f"{_command(above['pid'])} (process {above['pid']}) started it and goes on when it ends; "
+                "if that would start it again, end that one before fab deploy"
             )
     if procfs.link(pid, "ns/mnt") not in (None, procfs.link(os.getpid(), "ns/mnt")):
         raise DeployError(
-            f"process {pid} on {label} lives in a container, where its paths mean something else; adopt it from "
-            "inside (container: of the host in fabric.yaml), or by --script"
+            f"process {pid} on {label} lives in a container, where its paths mean something else; adopt it "
+            "from inside (container: of the host in fabric.yaml), or by --script"
         )
     return pid, notes
 
@@ -119,13 +128,21 @@ def _refuse_ours(pid: int, who: str, state_root: str) -> None:
     own = procfs.run_of(pid)
     if own is not None:
         run_id = os.path.basename(own)
-        raise DeployError(f"{who} belongs to run {run_id}, which Drafthouse started itself; fab status shows it")
+        raise DeployError(
+            f"{who} belongs to run {run_id}, which Drafthouse started itself; fab status shows it"
+        )
     found = identity(pid)
     for run in status.list_runs(f"{state_root}/runs"):
         told = adopted(run)
-        if told and all(told.get(key) == found[key] for key in found) and not (run.path / "exit.json").exists():
+        if (
+            told
+            and all(told.get(key) == found[key] for key in found)
+            and not (run.path / "exit.json").exists()
+        ):
             name = status.split_run_id(run.path.name)[1]
-            raise DeployError(f"{who} is adopted already, as run {run.path.name}; fab status --name {name} shows it")
+            raise DeployError(
+                f"{who} is adopted already, as run {run.path.name}; fab status --name {name} shows it"
+            )
 
 
 def adopted(run: status.RunDir) -> dict[str, Any] | None:
@@ -144,8 +161,9 @@ def _environment(pid: int, label: str) -> dict[str, str]:
         owner = os.stat(f"/proc/{pid}").st_uid
         with contextlib.suppress(KeyError):
             raise DeployError(
-                f"process {pid} on {label} belongs to {pwd.getpwuid(owner).pw_name}, so its environment cannot be "
-                "read; adopt it as that user, or as root"
+                f"process {pid} on {label} belongs to {pwd.getpwuid(owner).pw_name}, so its environment "
+                "cannot "
+                "be read; adopt it as that user, or as root"
             ) from None
         raise DeployError(f"process {pid} on {label} belongs to uid {owner}; adopt it as that user") from None
     except OSError:
@@ -209,7 +227,9 @@ def _command(pid: int) -> str:
 def _first_pythons(pid: int, table: dict[int, dict[str, Any]]) -> list[int]:
     """The Pythons below a process that have no Python between it and themselves."""
     found = []
-    for one in sorted(other for other, item in table.items() if item["ppid"] == pid and item["state"] not in "ZX"):
+    for one in sorted(
+        other for other, item in table.items() if item["ppid"] == pid and item["state"] not in "ZX"
+    ):
         found += [one] if _python(one) else _first_pythons(one, table)
     return found
 
@@ -227,8 +247,8 @@ def register(state_root: str, name: str, who: dict[str, Any], run: dict[str, Any
     for other in status.list_runs(f"{state_root}/runs", name):
         if other.alive():
             raise DeployError(
-                f"run {other.path.name} of {name} is in progress, so no other process can be adopted as {name}; "
-                "choose another --name"
+                f"run {other.path.name} of {name} is in progress, so no other process can be adopted as "
+                f"{name}; choose another --name"
             )
     visible = str(run["environment"].get("CUDA_VISIBLE_DEVICES", ""))
     devices = visible.split(",") if re.fullmatch(r"\d+(,\d+)*", visible) else None
@@ -268,7 +288,7 @@ def send(pid: int, start: int, number: int) -> bool:
     Whether it was there. Raises PermissionError.
     """
     try:
-        handle = os.pidfd_open(pid)  # type: ignore[attr-defined]
+        handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
     except (AttributeError, OSError):
@@ -282,7 +302,7 @@ def send(pid: int, start: int, number: int) -> bool:
         else:
             import signal
 
-            signal.pidfd_send_signal(handle, number)  # type: ignore[attr-defined]
+            signal.pidfd_send_signal(handle, number)
     except ProcessLookupError:
         return False
     finally:

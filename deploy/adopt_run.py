@@ -9,13 +9,13 @@ from typing import Any
 
 from deploy import flags, mask, python_start, yamlfile
 from deploy.adopt_host import of_a_terminal, secret
-from deploy.bash_walk import KEPT, Note, Start
+from deploy.bash_found import KEPT, POSITIONAL, Note, Start
 
 OURS = ("PYTHONUNBUFFERED", "DRAFTHOUSE_RUN_DIR", "DRAFTHOUSE_ATTEMPT", "DRAFTHOUSE_SECRETS_FILE")
 DEVICES = ("--target-gpus", "--drafter-gpus")
 AS_WEIGHTS = {"target-model": "weights", "data-dir": "data"}
 PLACES = {
-    "output-dir": "checkpoints lie with the name (names/NAME/checkpoints); copy the newest there to go on from it",
+    "output-dir": "checkpoints lie with the name, in names/NAME/checkpoints; copy the newest there to go on",
     "cache-dir": "caches lie with the name",
     "run-dir": "every run gets its own directory",
 }
@@ -30,7 +30,11 @@ class Made:
 
 
 def of_start(
-    start: Start, login: Mapping[str, str], which: Callable[[str, str, str], str | None], name: str, origin: str
+    start: Start,
+    login: Mapping[str, str],
+    which: Callable[[str, str, str], str | None],
+    name: str,
+    origin: str,
 ) -> Made:
     """The run's file for a program that a script starts. `which` looks for a program on the host."""
     made = Made({"name": name, "description": f"adopted from {origin}"})
@@ -39,10 +43,19 @@ def of_start(
     argv = [word.text for word in start.argv]
     for word in start.argv:
         if word.unknown:
-            said.append(Note("lost", line, word.text, f"{word.unknown}; it stands in command: as it is here, correct it"))
+            said.append(
+                Note(
+                    "lost",
+                    line,
+                    word.text,
+                    f"{word.unknown}; it stands in command: as it is here, correct it",
+                )
+            )
     if start.arguments_asked:
         said.append(Note("lost", line, '"$@" or $1 …', "the script was taken as started without arguments"))
-    changed = {key: text for key, text in start.environment.items() if key in start.touched or login.get(key) != text}
+    changed = {
+        key: text for key, text in start.environment.items() if key in start.touched or login.get(key) != text
+    }
     place = program_at(argv)
     found = which(argv[place], start.environment.get("PATH", ""), start.directory)
     if found is None:
@@ -57,7 +70,12 @@ def of_start(
         made.settings["working_directory"] = start.directory
         if not start.moved and any(relative(word) for word in argv[1:]):
             said.append(
-                Note("became", 0, "", f"working_directory: {start.directory}, a login's, as the script has no cd")
+                Note(
+                    "became",
+                    0,
+                    "",
+                    f"working_directory: {start.directory}, a login's, as the script has no cd",
+                )
             )
     add_environment(made, changed, line)
     for gone in start.removed:
@@ -81,7 +99,7 @@ def program_at(argv: Sequence[str]) -> int:
         place += 1
         while place < len(argv) - 1 and argv[place].startswith("-"):
             place += 2 if argv[place] in KEPT[wrapper] else 1
-        place += {"taskset": 1, "timeout": 1, "chrt": 1}.get(wrapper, 0)
+        place += POSITIONAL.get(wrapper, 0)
     return min(place, len(argv) - 1)
 
 
@@ -125,24 +143,36 @@ def words_of_command(made: Made, line: int) -> None:
             flag = before if before.startswith("-") and "=" not in word else masked
             argv[place] = masked if yamlfile.is_text(masked) else mask.MASK
             made.notes.append(
-                Note("lost", line, flag, "its value is a secret and stays out of the file: give it by secrets:")
+                Note(
+                    "lost", line, flag, "its value is a secret and stays out of the file: give it by secrets:"
+                )
             )
     program = argv[program_at(argv) :]
     if re.fullmatch(r"(python|pypy)[\d.]*", program[0].rpartition("/")[2]):
         if "u" in set(python_start.switches(program)):
             made.notes.append(
-                Note("carried", line, "-u", "as it stands; PYTHONUNBUFFERED=1, which every run gets, does the same")
+                Note(
+                    "carried",
+                    line,
+                    "-u",
+                    "as it stands; PYTHONUNBUFFERED=1, which every run gets, does the same",
+                )
             )
         if python_start.ignores_variables(program) and "u" not in set(python_start.switches(program)):
             made.notes.append(
-                Note("became", line, python_start.ignores_variables(program), "tty: true, as it ignores PYTHONUNBUFFERED")
+                Note(
+                    "became",
+                    line,
+                    python_start.ignores_variables(program),
+                    "tty: true, as it ignores PYTHONUNBUFFERED",
+                )
             )
             made.settings["tty"] = True
     made.notes.append(Note("carried", line, " ".join(shown), "under command:"))
 
 
 def add_devices(made: Made, line: int) -> None:
-    """gpus: from CUDA_VISIBLE_DEVICES, else from the trainer's own flags where they number as the host does."""
+    """gpus: by the program's own flags, where these number devices as the host does."""
     if "gpus" in made.settings or "CUDA_VISIBLE_DEVICES" in made.settings.get("environment", {}):
         return
     used: set[int] = set()
@@ -221,7 +251,11 @@ def as_trainer(made: Made, line: int) -> Made:
     if told is None:
         raise ValueError("its command line is not one of flags only")
     found, other = told
-    settings = {key: value for key, value in made.settings.items() if key not in ("command", "working_directory", "tty")}
+    settings = {
+        key: value
+        for key, value in made.settings.items()
+        if key not in ("command", "working_directory", "tty")
+    }
     notes = [one for one in made.notes if one.words != "under command:"]
     for flag, key in AS_WEIGHTS.items():
         if flag in found:

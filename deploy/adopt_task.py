@@ -32,9 +32,7 @@ def carry_out(
     if line is not None and script is None:
         raise DeployError("--line chooses a program of a script; leave it out with --pid", code=USAGE)
     if script is not None:
-        made = adopt.script(
-            goal, script, name=name, out=out, line=line, trainer=trainer, container=container
-        )
+        made = adopt.script(goal, script, name=name, out=out, line=line, trainer=trainer, container=container)
     else:
         assert pid is not None
         made = adopt.process(goal, pid, name=name, out=out, trainer=trainer, container=container)
@@ -55,7 +53,9 @@ def text(made: Adopted, goal: Target, looks_only: bool) -> str:
     if looks_only:
         return f"{mask.text(made.text)}\n{words}\nnothing was written (--dry-run): {file}"
     lines = [words, f"{file} is written"]
-    with_file = f"--run {made.path.stem}" if made.path.parent == goal.project.root / "runs" else f"--run {file}"
+    with_file = (
+        f"--run {made.path.stem}" if made.path.parent == goal.project.root / "runs" else f"--run {file}"
+    )
     deploy = command("deploy", None, label, with_file)
     if made.run_id is not None and made.process is not None:
         lines.append(

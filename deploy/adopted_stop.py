@@ -22,9 +22,10 @@ class Stays(Exception):
 
 
 def stop(known: dict[str, Any], grace: float) -> tuple[str, int]:
-    """TERM to the process `known` ({pid, start, boot}), KILL after `grace` seconds: (what was done, exit code).
+    """TERM to the process `known` ({pid, start, boot}), KILL after `grace` seconds.
 
-    Its descendants are ended with it, as far as they do not end by themselves. Raises Stays.
+    Returns what was done, and the exit code that a shell would report. Its descendants are ended with it,
+    as far as they do not end by themselves. Raises Stays.
     """
     pid, start = int(known["pid"]), int(known["start"])
     began, family = time.monotonic(), {pid: start}

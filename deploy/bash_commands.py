@@ -6,8 +6,9 @@ import os
 import re
 from typing import Any
 
-from deploy.bash_walk import KEPT, NOHUP, POSITIONAL, PROGRAM, Walk, Word, _Ends
-from deploy.bash_words import Unknown
+from deploy.bash_found import KEPT, NOHUP, POSITIONAL, PROGRAM, Word
+from deploy.bash_shell import Unknown
+from deploy.bash_walk import Ends, Walk
 
 CACHES = re.compile(r"torchinductor|triton|inductor_cache|torch_extensions|torch_compile", re.IGNORECASE)
 RC = re.compile(r"(^|/)\.(bashrc|profile|bash_profile|zshrc)$|^/etc/(profile|bash\.bashrc|environment)")
@@ -55,7 +56,8 @@ def command(walk: Walk, node: Any, argv: list[Word]) -> None:
         caches = [one for one in rest if not one.startswith("-") and CACHES.search(one)]
         if caches:
             walk.became(
-                node, "the compile cache stays: what it holds is found by what it depends on, so it is never stale"
+                node,
+                "the compile cache stays: what it holds is found by what it depends on, so it is never stale",
             )
         else:
             walk.lost(node, "a run deletes nothing before it starts")
@@ -121,7 +123,7 @@ def _program(walk: Walk, node: Any, argv: list[Word]) -> None:
     finally:
         walk.shell = shell
     if ends:
-        raise _Ends
+        raise Ends
 
 
 def _aside(argv: list[Word]) -> bool:
@@ -132,7 +134,9 @@ def _aside(argv: list[Word]) -> bool:
     if os.path.basename(argv[0].text) == "accelerate":
         return words[:1] != ["launch"]
     return (
-        words[:1] in (["-V"], ["--version"], ["-c"]) or words[:2] in (["-m", "pip"], ["-m", "venv"]) or not words
+        words[:1] in (["-V"], ["--version"], ["-c"])
+        or words[:2] in (["-m", "pip"], ["-m", "venv"])
+        or not words
     )
 
 
@@ -223,7 +227,6 @@ def _script(walk: Walk, node: Any, argv: list[Word]) -> None:
             raise Unknown(f"there is no {plain[0]} on the host")
     else:
         data = text.encode("utf-8", "surrogateescape")
-    from deploy.bash_walk import _Ends as Ends
 
     walk.shell, asked = inner, shell.asked_arguments
     try:
@@ -259,9 +262,13 @@ def _source(walk: Walk, node: Any, words: list[Word]) -> None:
     if not plain:
         return
     path = walk.shell.absolute(plain[0])
-    if os.path.basename(path) == "activate" and len(plain) == 1 and not os.path.basename(
-        os.path.dirname(os.path.dirname(path))
-    ).startswith(("conda", "miniconda", "anaconda", "miniforge", "mambaforge")):
+    if (
+        os.path.basename(path) == "activate"
+        and len(plain) == 1
+        and not os.path.basename(os.path.dirname(os.path.dirname(path))).startswith(
+            ("conda", "miniconda", "anaconda", "miniforge", "mambaforge")
+        )
+    ):
         prefix = os.path.dirname(os.path.dirname(os.path.normpath(path)))
         _prepend(walk, prefix)
         walk.shell.assign("VIRTUAL_ENV", prefix)
@@ -284,7 +291,7 @@ def _source(walk: Walk, node: Any, words: list[Word]) -> None:
         walk.shell.arguments = plain[1:] or before
         try:
             walk.script(data, os.path.basename(path))
-        except _Ends:
+        except Ends:
             pass
         finally:
             walk.shell.arguments = before
@@ -311,7 +318,9 @@ def _conda(walk: Walk, node: Any, words: list[Word]) -> None:
         roots = [os.path.dirname(os.path.dirname(walk.shell.place.real(found)))] if found else usual
         root = next((one for one in roots if walk.shell.place.test("-d", one)), None)
     if root is None:
-        walk.lost(node, "where conda lies on the host is not known: write its python's whole path into command:")
+        walk.lost(
+            node, "where conda lies on the host is not known: write its python's whole path into command:"
+        )
         return
     _conda_activate(walk, root, plain[1] if len(plain) > 1 else "base")
     walk.became(node, "PATH and CONDA_PREFIX; what the environment's own activate.d does is not carried over")
@@ -357,7 +366,7 @@ def _ulimit(walk: Walk, node: Any, words: list[Word]) -> None:
 
 
 def _ends(walk: Walk, node: Any, words: list[Word]) -> None:
-    raise _Ends
+    raise Ends
 
 
 def _shift(walk: Walk, node: Any, words: list[Word]) -> None:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.bash_words import Run, Shell, Unknown, pattern, touching, value, words
+from deploy.bash_parts import touching
+from deploy.bash_shell import Shell, Unknown
+from deploy.bash_words import Run, pattern, value, words
 
 FILES = ("-e", "-f", "-d", "-r", "-w", "-x", "-s", "-L", "-h")
 NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
@@ -17,7 +19,9 @@ def truth(node: Any, shell: Shell, run: Run) -> bool | None:
     """Whether a condition holds; None where only running it would tell. Raises Unknown, which is the same."""
     kind = node.type
     if kind == "test_command":
-        inner = [child for child in node.children if child.type not in ("[", "]", "[[", "]]", "((", "))", "test")]
+        inner = [
+            child for child in node.children if child.type not in ("[", "]", "[[", "]]", "((", "))", "test")
+        ]
         if node.children[0].type == "((" or len(inner) != 1:
             return None
         return _test(inner[0], shell, run, node.children[0].type == "[[")
@@ -74,7 +78,9 @@ def _test(node: Any, shell: Shell, run: Run, double: bool) -> bool | None:
             return None if found is None else not found
         if sign in NUMBERS and all(re.fullmatch(r"-?\d+", one) for one in (first, second)):
             a, b = int(first), int(second)
-            return {"-eq": a == b, "-ne": a != b, "-lt": a < b, "-le": a <= b, "-gt": a > b, "-ge": a >= b}[sign]
+            return {"-eq": a == b, "-ne": a != b, "-lt": a < b, "-le": a <= b, "-gt": a > b, "-ge": a >= b}[
+                sign
+            ]
         return None
     return bool(value(node, shell, run))
 
@@ -147,7 +153,9 @@ def _said(node: Any, shell: Shell, run: Run) -> str:
         silent = [one.text.decode().replace(" ", "") for one in redirects]
         if all(one in ("2>/dev/null", "2>&1") for one in silent):
             return text
-        if all(one in (">/dev/null", "&>/dev/null", "2>&1", "2>/dev/null", ">/dev/null2>&1") for one in silent):
+        if all(
+            one in (">/dev/null", "&>/dev/null", "2>&1", "2>/dev/null", ">/dev/null2>&1") for one in silent
+        ):
             return ""
         raise _NotKnown
     if node.type != "command":

@@ -7,61 +7,20 @@ not need or that is not carried over, or it is a `Start`: a program that the scr
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from deploy import bash_tests
-from deploy.bash_words import Shell, Unknown, check_whole, touching, value, words
+from deploy.bash_found import Note, Start, Word, bodies, branches, on_lines_before, parse, text_of, writes
+from deploy.bash_parts import check_whole, touching
+from deploy.bash_shell import Shell, Unknown
+from deploy.bash_words import value, words
 
 DEEPEST = 8  # scripts and functions within each other
 MOST_ROUNDS = 64  # of one loop
-PROGRAM = re.compile(
-    r"(python|pypy)\d*(\.\d+)*t?|accelerate|torchrun|deepspeed|mpirun|mpiexec|srun|horovodrun|composer|"
-    r"uv|poetry|pipenv|colossalai|axolotl|llamafactory-cli"
-)
-NOHUP = ("nohup", "setsid", "exec", "command", "builtin", "unbuffer", "time")  # a run needs none of them
-KEPT = {  # stay in front of the command: which of their flags take a word
-    "nice": ("-n",), "ionice": ("-c", "-n"), "taskset": (), "numactl": ("-m", "-N", "-C", "-i"), "chrt": (),
-    "timeout": ("-k", "-s"), "stdbuf": ("-i", "-o", "-e"), "prlimit": (), "catchsegv": (),
-}  # fmt: skip
-POSITIONAL = {"taskset": 1, "timeout": 1, "chrt": 1}  # words of their own before the command
 
 
-@dataclass(frozen=True)
-class Note:
-    kind: str  # carried | became | lost
-    line: int  # 0: of no line
-    text: str  # as it stands there
-    words: str  # what becomes of it, as a sentence without its first word's capital
-
-
-@dataclass(frozen=True)
-class Word:
-    text: str
-    unknown: str = ""  # why its value is not known; then `text` is as it stands in the script
-
-
-@dataclass
-class Start:
-    """A program that the script starts."""
-
-    argv: list[Word]
-    environment: dict[str, str]
-    touched: frozenset[str]  # those variables that the script has set
-    removed: tuple[str, ...]  # variables of the login that it does not have
-    directory: str
-    directory_unsure: str
-    line: int
-    text: str
-    moved: bool  # whether the script chose the directory
-    arguments_asked: bool
-    notes: list[Note] = field(default_factory=list)
-
-
-class _Ends(Exception):
+class Ends(Exception):
     """The script goes no further."""
 
 
@@ -91,7 +50,7 @@ class Walk:
             root = parse(data)
             self._check(root)
             self.body(root)
-        except _Ends:
+        except Ends:
             if file:
                 raise
         finally:
@@ -106,7 +65,7 @@ class Walk:
                 self._check(child)
 
     def note(self, kind: str, node: Any, said: str) -> None:
-        text = " ".join(_text(node).replace("\\\n", " ").split())
+        text = " ".join(text_of(node).replace("\\\n", " ").split())
         made = Note(kind, node.start_point[0] + 1, f"{self._file}: {text}" if self._file else text, said)
         if made not in self.notes:
             self.notes.append(made)
@@ -152,7 +111,7 @@ class Walk:
         self.shell = before.copy()
         try:
             walk()
-        except _Ends:
+        except Ends:
             pass
         finally:
             before.asked_arguments |= self.shell.asked_arguments
@@ -166,7 +125,7 @@ class Walk:
         try:
             for node in nodes:
                 self.statement(node)
-        except _Ends:
+        except Ends:
             pass
         finally:
             self._inside.pop()
@@ -182,7 +141,7 @@ class Walk:
                 before.directory_unsure = f"line {where.line} may change the directory or not"
 
     def where(self, node: Any, said: str) -> Note:
-        first = _text(node).split("\n")[0].strip()
+        first = text_of(node).split("\n")[0].strip()
         return Note("lost", node.start_point[0] + 1, first, said)
 
     do_program = do_compound_statement = do_do_group = do_else_clause = lambda self, node: self.body(node)
@@ -197,7 +156,10 @@ class Walk:
         pass
 
     def do_function_definition(self, node: Any) -> None:
-        self.shell.functions[_text(node.child_by_field_name("name"))] = (node.child_by_field_name("body"), self._file)
+        self.shell.functions[text_of(node.child_by_field_name("name"))] = (
+            node.child_by_field_name("body"),
+            self._file,
+        )
 
     def do_list(self, node: Any) -> None:
         left, operator, right = node.children[0], node.children[1].type, node.children[-1]
@@ -207,7 +169,9 @@ class Walk:
         if len(self.starts) > count and operator == "||":
             self.lost(right, "what is done after a failure is restart:'s affair, or yours")
         elif known is None and left.type in ("test_command", "negated_command"):
-            said = f"whether {_text(left)} holds is not known here, so what stands after it may be done or not"
+            said = (
+                f"whether {text_of(left)} holds is not known here, so what stands after it may be done or not"
+            )
             self.maybe([right], self.where(node, said))
         elif (known is not False) == (operator == "&&"):
             self.statement(right)
@@ -219,7 +183,7 @@ class Walk:
             return None
 
     def do_if_statement(self, node: Any) -> None:
-        for condition, part in _branches(node):
+        for condition, part in branches(node):
             known = True if condition is None else self.truth(condition)
             if condition is not None and known is None and condition.type not in ("test_command", "command"):
                 self.statement(condition)
@@ -229,7 +193,7 @@ class Walk:
                 return
             if known is None:
                 said = "whether this holds is not known here: taken as if, and what it sets is left out"
-                for _, rest in list(_branches(node)):
+                for _, rest in list(branches(node)):
                     self.maybe(rest, self.where(node, said))
                 return
 
@@ -238,7 +202,7 @@ class Walk:
         chosen = bash_tests.case(node, items, self.shell, self.run)
         said = "which case holds is not known here: taken as each, and what it sets is left out"
         for item in items if chosen is None else chosen:
-            done = _bodies(item)
+            done = bodies(item)
             if chosen is None:
                 self.maybe(done, self.where(node, said))
             else:
@@ -246,7 +210,7 @@ class Walk:
                     self.statement(one)
 
     def do_for_statement(self, node: Any) -> None:
-        name = _text(node.child_by_field_name("variable"))
+        name = text_of(node.child_by_field_name("variable"))
         body, values = node.child_by_field_name("body"), []
         try:
             for child in node.children_by_field_name("value"):
@@ -278,7 +242,7 @@ class Walk:
         self.maybe(parts, self.where(node, said))
         if len(self.starts) > count:
             self.starts[-1].notes = [one for one in self.starts[-1].notes if one.words != said] + [
-                Note("became", node.start_point[0] + 1, _text(node).split("\n")[0],
+                Note("became", node.start_point[0] + 1, text_of(node).split("\n")[0],
                      "the loop around it becomes restart: (a crash starts it again, 3 times in 10 minutes)")
             ]  # fmt: skip
         else:
@@ -299,7 +263,7 @@ class Walk:
         for part in parts[:found]:
             self.lost(part, "its output went into the program; a run reads nothing from stdin")
         for part in parts[found + 1 :]:
-            if _text(part).split()[0] == "tee":
+            if text_of(part).split()[0] == "tee":
                 self.became(part, "the log: Drafthouse keeps it (fab tail)")
             else:
                 self.lost(part, "the log has all lines; fab tail --grep shows some of them")
@@ -315,7 +279,7 @@ class Walk:
         self.statement(target)
         if heredoc is not None and len(self.starts) == count:
             del self.notes[quiet:]
-            self.lost(redirects[0] if redirects else node, _writes(redirects))
+            self.lost(redirects[0] if redirects else node, writes(redirects))
             return
         if len(self.starts) > count:
             for one in redirects:
@@ -324,7 +288,7 @@ class Walk:
             return
 
     def redirect(self, node: Any) -> None:
-        text = _text(node).split("\n")[0]
+        text = text_of(node).split("\n")[0]
         if node.type != "file_redirect" or text.lstrip("0123456789").startswith("<"):
             if "/dev/null" in text:
                 self.became(node, "as ever: a run's stdin is empty")
@@ -337,22 +301,27 @@ class Walk:
 
     def do_variable_assignment(self, node: Any, export: bool = False) -> None:
         name_node = node.child_by_field_name("name")
-        name = _text(name_node)
+        name = text_of(name_node)
         adds = any(child.type == "+=" for child in node.children)
         given = node.child_by_field_name("value")
         if name_node.type == "subscript":
-            array = _text(name_node.child_by_field_name("name"))
+            array = text_of(name_node.child_by_field_name("name"))
             self.shell.unsure[array] = f"line {node.start_point[0] + 1} sets a part of it"
             return
         if export:
             self.shell.exported.add(name)
         try:
             if given is not None and given.type == "array":
-                if any(child.type == "concatenation" and _text(child).startswith("[") for child in given.children):
+                if any(
+                    child.type == "concatenation" and text_of(child).startswith("[")
+                    for child in given.children
+                ):
                     raise Unknown(f"{name} is an array with names")
                 many = [one for child in given.named_children if child.type != "comment"
                         for one in words(child, self.shell, self.run)]  # fmt: skip
-                old = self.shell.arrays.get(name) or [one for one in [self.shell.get(name)] if one is not None]
+                old = self.shell.arrays.get(name) or [
+                    one for one in [self.shell.get(name)] if one is not None
+                ]
                 self.shell.assign(name, [*old, *many] if adds else many)
             else:
                 one = value(given, self.shell, self.run)
@@ -369,7 +338,11 @@ class Walk:
 
     def do_declaration_command(self, node: Any) -> None:
         builtin = node.children[0].type
-        flags = [_text(child) for child in node.named_children if child.type == "word" and _text(child)[0] in "-+"]
+        flags = [
+            text_of(child)
+            for child in node.named_children
+            if child.type == "word" and text_of(child)[0] in "-+"
+        ]
         export = builtin == "export" or any("x" in flag for flag in flags)
         if "-A" in flags:
             raise Unknown("an array with names is not carried over")
@@ -388,7 +361,7 @@ class Walk:
 
     def do_unset_command(self, node: Any) -> None:
         for child in node.named_children:
-            name = _text(child)
+            name = text_of(child)
             if not name.startswith("-"):
                 self.shell.unset(name)
 
@@ -405,7 +378,7 @@ class Walk:
                 self.do_variable_assignment(child)
             return
         check_whole(node)
-        alone = _on_lines_before(before, name, node)
+        alone = on_lines_before(before, name, node)
         for child in before[:alone]:
             self.do_variable_assignment(child)
         before = before[alone:]
@@ -433,7 +406,7 @@ class Walk:
         try:
             yield from (Word(text) for text in words(node, self.shell, self.run))
         except Unknown as error:
-            yield Word("".join(map(_text, node)) if isinstance(node, list) else _text(node), str(error))
+            yield Word("".join(map(text_of, node)) if isinstance(node, list) else text_of(node), str(error))
 
     def start(self, node: Any, argv: list[Word]) -> None:
         """Take note of a program that the script starts."""
@@ -446,10 +419,18 @@ class Walk:
         removed = tuple(sorted(name for name in self.login if name not in sure and name not in shell.unsure))
         self.starts.append(
             Start(
-                [*(Word(word) for word in self._limited()), *argv], sure, frozenset(shell.touched), removed, shell.directory,
-                shell.directory_unsure, node.start_point[0] + 1, " ".join(_text(node).replace("\\\n", " ").split()),
-                self.moved, shell.asked_arguments, list(self._inside),
-            )  # fmt: skip
+                [*(Word(word) for word in self._limited()), *argv],
+                sure,
+                frozenset(shell.touched),
+                removed,
+                shell.directory,
+                shell.directory_unsure,
+                node.start_point[0] + 1,
+                " ".join(text_of(node).replace("\\\n", " ").split()),
+                self.moved,
+                shell.asked_arguments,
+                list(self._inside),
+            )
         )
 
     def _limited(self) -> list[str]:
@@ -458,59 +439,3 @@ class Walk:
     def run(self, shell: Shell, node: Any) -> str:
         """The output of a command substitution, for the few commands that only compute with words."""
         return bash_tests.output(node, shell, self.run)
-
-
-def parse(data: bytes) -> Any:
-    """The tree of a script."""
-    import tree_sitter
-    import tree_sitter_bash
-
-    language = tree_sitter.Language(tree_sitter_bash.language())
-    return tree_sitter.Parser(language).parse(data).root_node
-
-
-def _text(node: Any) -> str:
-    text: str = node.text.decode("utf-8", "surrogateescape")
-    return text
-
-
-def _on_lines_before(assignments: Sequence[Any], name: Any, whole: Any) -> int:
-    """How many assignments before a command end in a line of their own, which the grammar may miss."""
-    found = 0
-    for at, (one, following) in enumerate(zip(assignments, [*assignments[1:], name], strict=False), 1):
-        between = whole.text[one.end_byte - whole.start_byte : following.start_byte - whole.start_byte]
-        if b"\n" in between.replace(b"\\\n", b""):
-            found = at
-    return found
-
-
-def _branches(node: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """(condition, statements) of an if, of each elif, and of else, which has no condition."""
-    own: list[Any] = []
-    condition = node.child_by_field_name("condition")
-    rest = []
-    for child in node.children:
-        if child.type in ("elif_clause", "else_clause"):
-            rest.append(child)
-        elif child.is_named and child != condition:
-            own.append(child)
-    yield condition, own
-    for clause in rest:
-        if clause.type == "else_clause":
-            yield None, [child for child in clause.children if child.is_named]
-        else:
-            named = [child for child in clause.children if child.is_named]
-            yield named[0], named[1:]
-
-
-def _bodies(item: Any) -> list[Any]:
-    values = item.children_by_field_name("value")
-    return [child for child in item.named_children if child not in values]
-
-
-def _writes(redirects: Sequence[Any]) -> str:
-    file = next((one.child_by_field_name("destination") for one in redirects if one.type == "file_redirect"), None)
-    if file is None:
-        return "the text after it is not carried over: a run reads nothing from stdin"
-    name = os.path.basename(_text(file))
-    return f"it writes {name} before each start; a run does not, so keep that file as it was last written"

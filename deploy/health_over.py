@@ -106,7 +106,11 @@ def not_alive(run: dict[str, Any], now: float, host: str | None) -> Told:
     switch, name = table(run, "switch"), run.get("name")
     adopted = table(table(run, "run"), "adopted")
     if adopted:
-        why = "the machine restarted since" if run.get("rebooted") else "how is not known, as nobody waited for it"
+        why = (
+            "the machine restarted since"
+            if run.get("rebooted")
+            else "how is not known, as nobody waited for it"
+        )
         reason = f"process {adopted.get('pid')}, which was adopted, has ended: {why}{last_line(run)}"
         return "stopped", reason, command("deploy", name, host)
     if table(run, "launch"):

@@ -159,7 +159,10 @@ def _stop_rows(plan: Plan) -> list[tuple[str, str]]:
         which = f"{stop.run_id}, process {stop.adopted} and its children ({stop.doing}): {signals}"
         return [
             ("stop", which),
-            ("", "it was started by hand, so it cannot be asked for a checkpoint: what it does not save itself is lost"),
+            (
+                "",
+                "it was started by hand, so no checkpoint can be asked for: what it has not saved is lost",
+            ),
         ]
     if not stop.asks:
         return [

@@ -382,9 +382,7 @@ def same_process(known: dict) -> bool:
     try:
         text = Path(f"/proc/{int(known['pid'])}/stat").read_bytes().decode("utf-8", "replace")
         fields = text.rpartition(")")[2].split()  # the name before may hold blanks and parentheses
-        return (
-            fields[0] not in "ZX" and int(fields[19]) == known["start"] and boot_id() == known.get("boot")
-        )
+        return fields[0] not in "ZX" and int(fields[19]) == known["start"] and boot_id() == known.get("boot")
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return False
 

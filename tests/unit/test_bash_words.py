@@ -8,11 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from run_scripts import CASE, VARIATIONS, Bash
+from run_scripts import SCRIPTS, Bash
 
 from deploy import adopt_host
-from deploy.bash_walk import Walk, Word, parse
-from deploy.bash_words import Shell, Unknown, check_whole, touching
+from deploy.bash_found import Word, parse
+from deploy.bash_parts import check_whole, touching
+from deploy.bash_shell import Shell, Unknown
+from deploy.bash_walk import Walk
 
 OWN = ("_", "SHLVL", "PWD", "OLDPWD", "PS1", "VIRTUAL_ENV_PROMPT")  # bash's own, and a terminal's
 
@@ -36,10 +38,10 @@ def walked(bash, script):
     return walk
 
 
-@pytest.mark.parametrize("name", ["case", *VARIATIONS])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_the_program_gets_what_bash_would_give_it(tmp_path, name):
     bash = Bash(tmp_path)
-    script = CASE if name == "case" else VARIATIONS[name]
+    script = SCRIPTS[name]
     argv, environment, directory, limit = bash.run(script)
     walk = walked(bash, script)
     assert len(walk.starts) == 1, walk.notes
@@ -51,19 +53,25 @@ def test_the_program_gets_what_bash_would_give_it(tmp_path, name):
     found = adopt_host.which(words[0], start.environment["PATH"], start.directory)
     assert [found, *words[1:]] == argv
     ours = {key: value for key, value in start.environment.items() if key not in OWN}
-    theirs = {key: value for key, value in environment.items() if key not in OWN and key != "_STDBUF_O" and key != "LD_PRELOAD"}
+    theirs = {
+        key: value
+        for key, value in environment.items()
+        if key not in OWN and key != "_STDBUF_O" and key != "LD_PRELOAD"
+    }
     assert ours == theirs
     assert start.directory == directory
     if name == "limits":
-        assert "--nofile=512" in [word.text for word in start.argv] and limit == "512"
+        assert "--nofile=512" in [word.text for word in start.argv]
+        assert limit == "512"
 
 
 PIECES = (
-    "x", "-", "/", "=", ":", ",", "@", "%", "+", ".", "é", '"a b"', "'c  d'", "$V", '"$V"', "${V}", '"${V}q"', "$E",
-    '"$E"', "${U:-d e}", '"${U:-d  e}"', "${U-}", "${V:+y z}", r"\$", r"\ ", r"\\", "\\'", r"$'t\tq\x42'",
-    '"$(dirname "$V")"', "$(echo $V)", "{a,b}", "{1..3}", "{", "}", "~", '"${A[@]}"', "${A[@]}", '"${A[*]}"',
-    '"$@"', "$1", "$((2+3*4))", '""', "''", '"\\$V"', r'"\\"', r'"\q"', "${V%w}", "${V#* }", "${#V}", "`echo b`",
-    '"$V $E ${V}"', "${A[1]}", "\\\n", '"x\\\ny"', "${N[@]}", '"${N[@]}"',
+    'x', '-', '/', '=', ':', ',', '@', '%', '+', '.', 'é', '"a b"', "'c  d'", '$V', '"$V"', '${V}',
+    '"${V}q"', '$E', '"$E"', '${U:-d e}', '"${U:-d  e}"', '${U-}', '${V:+y z}', '\\$', '\\ ',
+    '\\\\', "\\'", "$'t\\tq\\x42'", '"$(dirname "$V")"', '$(echo $V)', '{a,b}', '{1..3}', '{', '}',
+    '~', '"${A[@]}"', '${A[@]}', '"${A[*]}"', '"$@"', '$1', '$((2+3*4))', '""', "''", '"\\$V"',
+    '"\\\\"', '"\\q"', '${V%w}', '${V#* }', '${#V}', '`echo b`', '"$V $E ${V}"', '${A[1]}', '\\\n',
+    '"x\\\ny"', '${N[@]}', '"${N[@]}"',
 )  # fmt: skip
 
 

@@ -1,0 +1,99 @@
+"""The state of a bash at one point of a script, as far as it is known without running anything."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class Unknown(Exception):
+    """A word whose value cannot be known here; the message says why, as the end of a sentence."""
+
+
+class Place(Protocol):
+    """What evaluation may ask of the machine that the script is for. Nothing of it runs anything there."""
+
+    def read(self, path: str) -> bytes | None: ...
+    def test(self, operator: str, path: str) -> bool: ...
+    def which(self, program: str, path: str, directory: str) -> str | None: ...
+    def real(self, path: str) -> str: ...
+
+
+@dataclass
+class Shell:
+    """The state of a bash at one point of a script. `unsure` are variables of which only that is known."""
+
+    place: Place
+    variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    touched: set[str] = field(default_factory=set)  # what the script itself has set
+    unsure: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, Any] = field(default_factory=dict)
+    directory: str = "/"
+    directory_unsure: str = ""  # why it is not known
+    zero: str = "bash"
+    arguments: list[str] = field(default_factory=list)
+    asked_arguments: bool = False  # whether $1, $@ and the like were looked at
+    all_exported: bool = False  # set -a
+
+    def copy(self) -> Shell:
+        return Shell(
+            self.place, dict(self.variables), {key: list(value) for key, value in self.arrays.items()},
+            set(self.exported), set(self.touched), dict(self.unsure), dict(self.functions), self.directory,
+            self.directory_unsure, self.zero, list(self.arguments), self.asked_arguments, self.all_exported,
+        )  # fmt: skip
+
+    def assign(self, name: str, value: str | list[str]) -> None:
+        self.unsure.pop(name, None)
+        self.touched.add(name)
+        if isinstance(value, list):
+            self.variables.pop(name, None)
+            self.arrays[name] = value
+        elif name in self.arrays:
+            self.arrays[name][:1] = [value]
+        else:
+            self.variables[name] = value
+        if self.all_exported:
+            self.exported.add(name)
+
+    def unset(self, name: str) -> None:
+        for known in (self.variables, self.arrays, self.unsure):
+            known.pop(name, None)
+        self.exported.discard(name)
+
+    def get(self, name: str) -> str | None:
+        """The value of a variable or parameter, None if it is not set. Raises Unknown."""
+        if name in self.unsure:
+            raise Unknown(self.unsure[name])
+        if name == "0":
+            return self.zero
+        if name.isdigit():
+            self.asked_arguments = True
+            place = int(name)
+            return self.arguments[place - 1] if place <= len(self.arguments) else None
+        if name in ("@", "*"):
+            self.asked_arguments = True
+            return " ".join(self.arguments) if self.arguments else None
+        if name == "#":
+            self.asked_arguments = True
+            return str(len(self.arguments))
+        if name == "PWD":
+            return self.here()
+        if name == "BASH_SOURCE":
+            return self.zero
+        if name in ("?", "$", "!", "-", "_", "RANDOM", "SECONDS", "LINENO", "EPOCHSECONDS", "BASHPID",
+                    "PPID", "OLDPWD", "SHLVL", "HOSTNAME", "UID", "EUID"):  # fmt: skip
+            raise Unknown(f"${name} is another one at each start")
+        if name in self.arrays:
+            return self.arrays[name][0] if self.arrays[name] else None
+        return self.variables.get(name)
+
+    def here(self) -> str:
+        if self.directory_unsure:
+            raise Unknown(self.directory_unsure)
+        return self.directory
+
+    def absolute(self, path: str) -> str:
+        return path if path.startswith("/") else os.path.join(self.here(), path)

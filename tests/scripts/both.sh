@@ -1,0 +1,1 @@
+python3 t.py --a 1 &> /workspace/other

@@ -1,0 +1,5 @@
+run() {
+  local name=$1; shift
+  python3 t.py --name "$name" "$@"
+}
+run "first one" --x 1

@@ -1,0 +1,1 @@
+cd /workspace || exit 1; export A=1; python3 t.py && echo done || echo failed

@@ -1,0 +1,2 @@
+cd /workspace && . "/root/venv/bin/activate"
+exec python3 train.py

@@ -1,0 +1,3 @@
+LR=1
+( cd /workspace; LR=2; nohup python3 t.py --lr $LR ) > /workspace/log 2>&1 &
+wait

@@ -1,0 +1,2 @@
+export MASTER_PORT=29501
+torchrun --nproc_per_node=8 --master_port $MASTER_PORT train.py

@@ -1,0 +1,1 @@
+python3 t.py --name 'drafté 日本' "naïve"
