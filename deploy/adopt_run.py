@@ -77,7 +77,10 @@ def of_start(
                     f"working_directory: {start.directory}, a login's, as the script has no cd",
                 )
             )
-    add_environment(made, changed, line)
+    for key, why in start.unsure.items():
+        if not secret(key, ""):
+            said.append(Note("lost", line, key, f"its value is not known here: {why}"))
+    add_environment(made, {**changed, **{key: None for key in start.unsure if secret(key, "")}}, line)
     for gone in start.removed:
         if not of_a_terminal(gone) and gone not in OURS:
             said.append(Note("became", line, f"unset {gone}", "not needed: a run gets nothing of a login"))

@@ -40,6 +40,7 @@ class Start:
 
     argv: list[Word]
     environment: dict[str, str]
+    unsure: dict[str, str]  # exported variables of which no value is known, and why
     touched: frozenset[str]  # those variables that the script has set
     removed: tuple[str, ...]  # variables of the login that it does not have
     directory: str

@@ -410,17 +410,17 @@ class Walk:
 
     def start(self, node: Any, argv: list[Word]) -> None:
         """Take note of a program that the script starts."""
-        shell, sure = self.shell, {}
-        for name in sorted(shell.exported):
-            if name in shell.unsure:
-                self.notes.append(Note("lost", node.start_point[0] + 1, name, shell.unsure[name]))
-            elif name in shell.variables:
-                sure[name] = shell.variables[name]
-        removed = tuple(sorted(name for name in self.login if name not in sure and name not in shell.unsure))
+        shell = self.shell
+        sure = {name: shell.variables[name] for name in sorted(shell.exported) if name in shell.variables}
+        unsure = {name: shell.unsure[name] for name in sorted(shell.exported) if name in shell.unsure}
+        for name in unsure:
+            sure.pop(name, None)
+        removed = tuple(sorted(name for name in self.login if name not in sure and name not in unsure))
         self.starts.append(
             Start(
                 [*(Word(word) for word in self._limited()), *argv],
                 sure,
+                unsure,
                 frozenset(shell.touched),
                 removed,
                 shell.directory,

@@ -15,7 +15,7 @@ from deploy import menu
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = [
-    "bootstrap", "compare", "deploy", "diff", "peek", "plan", "prune", "pull", "reference", "render",
+    "adopt", "bootstrap", "compare", "deploy", "diff", "peek", "plan", "prune", "pull", "reference", "render",
     "restart", "rollback", "runs", "stacks", "start", "status", "stop", "tail", "watch",
     "data.push", "data.stage", "image.build",
     "weights.evict", "weights.list", "weights.push", "weights.stage", "weights.verify",
