@@ -13,7 +13,7 @@ from deploy import adopt_process
 from trainer import status
 
 GONE_TIMEOUT = 10.0  # seconds after a KILL
-LEFT_TIMEOUT = 5.0  # seconds that children get to follow their parent by themselves
+LEFT_TIMEOUT = 2.0  # seconds that children get to follow their parent by themselves
 PAUSE = 0.05  # seconds between two looks
 
 
