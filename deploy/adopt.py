@@ -118,7 +118,8 @@ def script(
         ) from None
     host, label = goal.host, goal.settings.name
     login = onhost.ask(host, "deploy.adopt_host:login")
-    whole = os.path.join(login["home"], path[2:] if path.startswith("~/") else path)
+    where = os.getcwd() if host.is_local and not path.startswith("~/") else login["home"]
+    whole = os.path.normpath(os.path.join(where, path[2:] if path.startswith("~/") else path))
     data = host.read(whole)
     if data is None:
         raise DeployError(f"there is no script {whole} on {label}; correct --script", code=USAGE)
@@ -243,6 +244,12 @@ def process(
     label = goal.settings.name
     root = facts["state"]["root"]
     found = onhost.ask(goal.host, "deploy.adopt_process:look", pid, label, root)
+    at_work = [run["run_id"] for run in facts["runs"] if run["name"] == name and run["alive"]]
+    if at_work:
+        raise DeployError(
+            f"run {at_work[-1]} of {name} is in progress on {label}, so no other process can be adopted as "
+            f"{name}; choose another --name"
+        )
     named = _name(name, value_of_name([_Plain(word) for word in found["argv"]]), _script_of(found["argv"]))
     made = Made({"name": named, "description": f"adopted from process {found['pid']} on {label}"})
     made.settings["command"] = list(found["argv"])

@@ -188,11 +188,22 @@ def _function(walk: Walk, node: Any, name: str, arguments: list[Word]) -> None:
         walk._depth -= 1
         raise Unknown("it calls itself")
     shell.arguments = _known(arguments)
+    shell.scopes.append({})
     try:
         walk.statement(body)
+    except Ends:
+        if not _returns(body):
+            raise
     finally:
+        shell.leave()
         walk._depth -= 1
         shell.arguments, shell.asked_arguments = before
+
+
+def _returns(body: Any) -> bool:
+    """Whether what has ended in a function is the function: it has return in it, and no exit."""
+    text = body.text
+    return re.search(rb"\breturn\b", text) is not None and re.search(rb"\b(exit|exec)\b", text) is None
 
 
 def _script(walk: Walk, node: Any, argv: list[Word]) -> None:

@@ -62,7 +62,8 @@ def parse(data: bytes) -> Any:
 
 
 def text_of(node: Any) -> str:
-    text: str = node.text.decode("utf-8", "surrogateescape")
+    """How a node stands in the script; nothing for one that the grammar misses."""
+    text: str = "" if node is None else node.text.decode("utf-8", "surrogateescape")
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -154,16 +155,23 @@ def ansi_c(text: str) -> str:
         letter = match[1]
         if letter in _ESCAPES:
             return _ESCAPES[letter]
-        if letter[0] in "xuU" and len(letter) > 1:
-            return chr(int(letter[1:], 16))
-        if letter[0] in "01234567":
-            return chr(int(letter, 8) & 0xFF)
+        code = int(letter[1:], 16) if letter[0] in "xuU" and len(letter) > 1 else None
+        code = int(letter, 8) & 0xFF if letter[0] in "01234567" else code
+        if code is not None:
+            if code == 0 or code > sys.maxunicode:
+                raise Unknown(f"$'{text}' is not understood")
+            one_byte = letter[0] not in "uU" and code > 0x7F
+            return bytes([code]).decode("utf-8", "surrogateescape") if one_byte else chr(code)
         if letter[0] == "c" and len(letter) > 1:
             return chr(ord(letter[1].upper()) ^ 64)
         return f"\\{letter}"
 
     pattern = r"\\([0-7]{1,3}|x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{1,4}|U[0-9A-Fa-f]{1,8}|c.|.)"
-    return re.sub(pattern, one, text, flags=re.DOTALL)
+    made = re.sub(pattern, one, text, flags=re.DOTALL)
+    try:  # bytes that are given one by one may be one sign together
+        return made.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise Unknown(f"$'{text}' is not understood") from None
 
 
 def _is_list(node: Any) -> bool:

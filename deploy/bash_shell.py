@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,6 +31,8 @@ class Shell:
     exported: set[str] = field(default_factory=set)
     touched: set[str] = field(default_factory=set)  # what the script itself has set
     unsure: dict[str, str] = field(default_factory=dict)
+    export_unsure: dict[str, str] = field(default_factory=dict)  # of which it is not known whether they are
+    scopes: list[dict[str, Any]] = field(default_factory=list)  # what local hides, for each function at work
     functions: dict[str, Any] = field(default_factory=dict)
     directory: str = "/"
     directory_unsure: str = ""  # why it is not known
@@ -39,11 +42,31 @@ class Shell:
     all_exported: bool = False  # set -a
 
     def copy(self) -> Shell:
-        return Shell(
-            self.place, dict(self.variables), {key: list(value) for key, value in self.arrays.items()},
-            set(self.exported), set(self.touched), dict(self.unsure), dict(self.functions), self.directory,
-            self.directory_unsure, self.zero, list(self.arguments), self.asked_arguments, self.all_exported,
-        )  # fmt: skip
+        made = dataclasses.replace(self)
+        for name in ("variables", "exported", "touched", "unsure", "export_unsure", "functions", "arguments"):
+            setattr(made, name, getattr(self, name).copy())
+        made.arrays = {key: list(value) for key, value in self.arrays.items()}
+        made.scopes = [dict(one) for one in self.scopes]
+        return made
+
+    def hide(self, name: str) -> None:
+        """`local name`: until the function ends it is another variable, which is not set."""
+        if self.scopes:
+            state = (self.variables, self.arrays, self.unsure)
+            kept = (*(one.get(name) for one in state), name in self.exported)
+            if name not in self.scopes[-1]:
+                self.scopes[-1][name] = kept
+                self.unset(name)
+
+    def leave(self) -> None:
+        """The end of a function: what it has hidden is there again."""
+        for name, (*values, exported) in self.scopes.pop().items():
+            self.unset(name)
+            for known, one in zip((self.variables, self.arrays, self.unsure), values, strict=True):
+                if one is not None:
+                    known[name] = one  # type: ignore[index]
+            if exported:
+                self.exported.add(name)
 
     def assign(self, name: str, value: str | list[str]) -> None:
         self.unsure.pop(name, None)

@@ -17,7 +17,7 @@ NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge":
 
 def truth(node: Any, shell: Shell, run: Run) -> bool | None:
     """Whether a condition holds; None where only running it would tell. Raises Unknown, which is the same."""
-    kind = node.type
+    kind = "" if node is None else node.type
     if kind == "test_command":
         inner = [
             child for child in node.children if child.type not in ("[", "]", "[[", "]]", "((", "))", "test")
@@ -145,6 +145,8 @@ class _NotKnown(Exception):
 
 def _said(node: Any, shell: Shell, run: Run) -> str:
     """The output of one command. `shell` is changed by cd."""
+    if node is None:
+        raise _NotKnown
     if node.type == "list" and node.children[1].type in ("&&", ";"):
         return _said(node.children[0], shell, run) + _said(node.children[-1], shell, run)
     if node.type == "redirected_statement":
@@ -161,6 +163,8 @@ def _said(node: Any, shell: Shell, run: Run) -> str:
     if node.type != "command":
         raise _NotKnown
     argv = _argv(node, shell, run)
+    if not argv:
+        raise _NotKnown
     program, rest = argv[0], argv[1:]
     if rest[:1] == ["--"]:
         rest = rest[1:]

@@ -7,6 +7,7 @@ not need or that is not carried over, or it is a `Start`: a program that the scr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -137,6 +138,8 @@ class Walk:
                     name in after.unsure
                 ):
                     before.unsure.setdefault(name, why)
+            for name in (after.exported ^ before.exported) | set(after.export_unsure):
+                before.export_unsure[name] = why
             if after.directory != before.directory:
                 before.directory_unsure = f"line {where.line} may change the directory or not"
 
@@ -263,7 +266,7 @@ class Walk:
         for part in parts[:found]:
             self.lost(part, "its output went into the program; a run reads nothing from stdin")
         for part in parts[found + 1 :]:
-            if text_of(part).split()[0] == "tee":
+            if text_of(part).split()[:1] == ["tee"]:
                 self.became(part, "the log: Drafthouse keeps it (fab tail)")
             else:
                 self.lost(part, "the log has all lines; fab tail --grep shows some of them")
@@ -301,6 +304,8 @@ class Walk:
 
     def do_variable_assignment(self, node: Any, export: bool = False) -> None:
         name_node = node.child_by_field_name("name")
+        if name_node is None:
+            raise Unknown("what it sets is not understood")
         name = text_of(name_node)
         adds = any(child.type == "+=" for child in node.children)
         given = node.child_by_field_name("value")
@@ -310,6 +315,7 @@ class Walk:
             return
         if export:
             self.shell.exported.add(name)
+            self.shell.export_unsure.pop(name, None)
         try:
             if given is not None and given.type == "array":
                 if any(
@@ -346,7 +352,10 @@ class Walk:
         export = builtin == "export" or any("x" in flag for flag in flags)
         if "-A" in flags:
             raise Unknown("an array with names is not carried over")
+        hides = builtin == "local" or (builtin in ("declare", "typeset") and "-g" not in flags)
         for child in node.named_children[len(flags) :]:
+            if hides:
+                self.shell.hide(re.split(r"\+?=", text_of(child))[0].partition("[")[0])
             if child.type == "variable_assignment":
                 self.do_variable_assignment(child, export and "-n" not in flags)
                 continue
@@ -356,8 +365,10 @@ class Walk:
                     self.shell.assign(name, given)
                 if "-n" in flags and builtin == "export":
                     self.shell.exported.discard(name)
+                    self.shell.export_unsure.pop(name, None)
                 elif export:
                     self.shell.exported.add(name)
+                    self.shell.export_unsure.pop(name, None)
 
     def do_unset_command(self, node: Any) -> None:
         for child in node.named_children:
@@ -413,6 +424,7 @@ class Walk:
         shell = self.shell
         sure = {name: shell.variables[name] for name in sorted(shell.exported) if name in shell.variables}
         unsure = {name: shell.unsure[name] for name in sorted(shell.exported) if name in shell.unsure}
+        unsure |= {name: why for name, why in sorted(shell.export_unsure.items()) if name in shell.variables}
         for name in unsure:
             sure.pop(name, None)
         removed = tuple(sorted(name for name in self.login if name not in sure and name not in unsure))

