@@ -254,6 +254,7 @@ def diff(
         "pid": "a process on the host that trains already; it is not touched",
         "out": "the run's file to write (default: runs/NAME.yaml)",
         "name": "the experiment (default: what the command calls itself)",
+        "container": "the id of a container of a Proxmox host, like 200 (as --host pve/200)",
         "line": "which program of the script, by the line that it begins in",
         "dry-run": "print the file, and write and register nothing",
     }
@@ -261,6 +262,7 @@ def diff(
 def adopt(
     context: Context,
     host: str | None = None,
+    container: str | None = None,
     script: str | None = None,
     pid: str | None = None,
     name: str | None = None,
@@ -278,7 +280,8 @@ def adopt(
 
     number = None if pid is None else whole("--pid", pid)
     at = None if line is None else whole("--line", line)
-    goal = target.one(host, ROOT, accept_new_host_key)
+    there = None if container is None else whole("--container", container)
+    goal = target.one(adopt_task.inside(host, there), ROOT, accept_new_host_key)
     looks_only = dry_run or context.config.run.dry
     wanted: dict[str, Any] = {
         "script": script,

@@ -99,12 +99,11 @@ def script(
     out: str | None,
     line: int | None = None,
     trainer: bool = False,
-    container: int | None = None,
 ) -> Adopted:
     """The run's file for what a script on the host starts. Nothing is written yet, and nothing is run.
 
-    `container` is the id of a Proxmox container; the target's host already leads into it. Raises DeployError
-    if there is no such script, or if it starts no program, or several and `line` chooses none.
+    Raises DeployError if there is no such script, or if it starts no program, or several and `line` chooses
+    none.
     """
     try:
         from deploy.bash_shell import Shell
@@ -234,7 +233,6 @@ def process(
     name: str | None,
     out: str | None,
     trainer: bool = False,
-    container: int | None = None,
 ) -> Adopted:
     """The run's file for a process of the host. It is only looked at; `register` makes a run of it.
 

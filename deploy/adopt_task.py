@@ -11,6 +11,15 @@ from deploy.health_words import command
 from deploy.target import Target
 
 
+def inside(host: str | None, container: int | None) -> str | None:
+    """The host that --host and --container mean: container 200 of a Proxmox host is the host ``pve/200``."""
+    if container is None:
+        return host
+    if container < 100:
+        raise DeployError(f"--container {container} is no container's id: those begin at 100", code=USAGE)
+    return f"{host or 'localhost'}/{container}"
+
+
 def carry_out(
     goal: Target,
     *,
@@ -22,7 +31,6 @@ def carry_out(
     trainer: bool = False,
     force: bool = False,
     looks_only: bool = False,
-    container: int | None = None,
 ) -> Adopted:
     """Read a script or a process, write the run's file and, of a process, register the run."""
     if (script is None) == (pid is None):
@@ -32,10 +40,10 @@ def carry_out(
     if line is not None and script is None:
         raise DeployError("--line chooses a program of a script; leave it out with --pid", code=USAGE)
     if script is not None:
-        made = adopt.script(goal, script, name=name, out=out, line=line, trainer=trainer, container=container)
+        made = adopt.script(goal, script, name=name, out=out, line=line, trainer=trainer)
     else:
         assert pid is not None
-        made = adopt.process(goal, pid, name=name, out=out, trainer=trainer, container=container)
+        made = adopt.process(goal, pid, name=name, out=out, trainer=trainer)
     if looks_only:
         return made
     adopt.write(made, force=force)

@@ -95,9 +95,9 @@ def test_devices_become_gpus_only_where_they_are_numbered_alike(goal, bash):
 @pytest.mark.parametrize(
     ("script", "kind", "words"),
     [
-        ("for lr in 1 2; do\n  python3 t.py $lr\ndone\n", "lost", "line 1: for lr in 1 2; do → a run starts one"),
+        ("for lr in 1 2; do\n  python3 t.py $lr\ndone\n", "lost", "1: for lr in 1 2; do → a run starts"),
         ("if ping -c1 box; then A=1; fi\npython3 t.py $A\n", "lost", "$A → line 1 may set it or not"),
-        ("if nc -z box 1; then python3 t.py; fi\n", "lost", "line 1: if nc -z box 1; then python3 t.py; fi → whether"),
+        ("if nc -z box 1; then python3 t.py; fi\n", "lost", "line 1: if nc -z box 1; then python3 t.py"),
         ("while true; do\n  python3 t.py\n  sleep 5\ndone\n", "became", "restart:"),
         ("python3 t.py --name x-$(date +%s)\n", "lost", "$(date +%s) is what a program says"),
         ("python3 t.py data/*.arrow\n", "lost", "data/*.arrow → the files that data/*.arrow matches"),
@@ -167,6 +167,14 @@ def test_a_conda_environment_is_its_python(goal, bash):
     run = settings.load_run(goal.project, "exp").settings
     assert run.command == [str(python), "t.py"]
     assert run.environment["CONDA_PREFIX"] == str(root / "envs" / "llm")
+
+
+def test_a_container_of_a_proxmox_host_is_a_host():
+    assert adopt_task.inside("pve", 200) == "pve/200"
+    assert adopt_task.inside(None, 200) == "localhost/200"
+    assert adopt_task.inside("pve", None) == "pve"
+    with pytest.raises(DeployError, match="--container 7 is no container's id"):
+        adopt_task.inside("pve", 7)
 
 
 def test_without_one_of_script_and_pid_nothing_is_done(goal):
