@@ -78,6 +78,7 @@ def test_run_json_holds_what_launch_needs_and_secrets_by_name_only(
         "changes": {"trainer.lr": "3e-4"},
         "working_directory": "/workspace",
         "tty": False,
+        "adopted": None,
         "grace_seconds": 90,
         "checkpoint_timeout_seconds": 300,
         "restart_attempts": 1,

@@ -14,7 +14,11 @@ from packaging.utils import canonicalize_name
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EXTRAS = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-MODULES = {"pyyaml": "yaml"}  # where a package's module has another name
+MODULES = {
+    "pyyaml": "yaml",
+    "tree-sitter": "tree_sitter",
+    "tree-sitter-bash": "tree_sitter_bash",
+}  # where a package's module has another name
 NOT_IMPORTED = {"tensorboard", "py-spy"}  # (through torch, and make; a program)
 
 
