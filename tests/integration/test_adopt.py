@@ -12,8 +12,9 @@ import sys
 import fabbed
 import pytest
 from deployed import until
+from far import Far
 
-from deploy import adopt_process, adopted_stop, procfs
+from deploy import adopt_process, adopted_stop, procfs, yamlfile
 from deploy.errors import DeployError
 from trainer import status
 
@@ -188,3 +189,27 @@ def test_a_shell_above_it_means_it_and_its_family_ends_even_if_it_will_not(tmp_p
     finally:
         os.killpg(shell.pid, signal.SIGKILL)
         shell.wait()
+
+
+@pytest.mark.root
+@pytest.mark.sshd
+@pytest.mark.slow
+def test_the_same_on_another_machine(gpubox, train, tmp_path):
+    """By SSH: the script that has started it; the process itself lives elsewhere for that machine."""
+    process, home = train
+    remote = Far(gpubox, tmp_path / "project")
+    here = ("--host", "gpu-box", "--name", "x")
+    before = adopt_process.identity(process.pid)
+    text = remote.ok("adopt", *here, "--script", str(home / "run.sh"))
+    assert "nothing was left out" in text
+    by_script = yamlfile.read(remote.root / "runs" / "x.yaml").value
+    assert by_script["command"] == [sys.executable, "train.py", "--lr", "1"]
+    assert by_script["environment"] == {"LEVEL": "hard"}
+    assert by_script["secrets"] == {"WANDB_API_KEY": {"env": "WANDB_API_KEY"}}
+    # The box has a mount namespace of its own, as a container has: there its paths are others.
+    done = remote.run("adopt", *here, "--pid", str(process.pid), "--force")
+    assert done.returncode == 1
+    assert "lives in a container" in done.stderr
+    assert yamlfile.read(remote.root / "runs" / "x.yaml").value == by_script
+    assert not remote.runs
+    assert adopt_process.identity(process.pid) == before
