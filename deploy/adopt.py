@@ -298,7 +298,7 @@ def register(goal: Target, made: Adopted, run_file: str) -> str:
             onhost.ask(
                 goal.host, "deploy.adopt_process:register", state, made.name, found["identity"],
                 {
-                    "command": found["argv"],
+                    "command": mask.words(found["argv"]),
                     "environment": {key: text for key, text in variables.items() if text is not None},
                     "secrets": sorted(key for key, text in variables.items() if text is None),
                     "working_directory": found["directory"],

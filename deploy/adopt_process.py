@@ -14,7 +14,7 @@ import stat
 import time
 from typing import Any
 
-from deploy import adopt_host, new_run, procfs
+from deploy import adopt_host, mask, new_run, procfs
 from deploy.errors import DeployError
 from trainer import status
 
@@ -219,8 +219,8 @@ def _name_of(pid: int) -> str:
 
 
 def _command(pid: int) -> str:
-    words = os.fsdecode(procfs.read(pid, "cmdline")).replace("\0", " ").strip()
-    shown = "".join(char if char.isprintable() else " " for char in words)
+    words = mask.words(os.fsdecode(procfs.read(pid, "cmdline")).split("\0")[:-1])
+    shown = "".join(char if char.isprintable() else " " for char in " ".join(words))
     return shown if len(shown) <= SHOWN else f"{shown[: SHOWN - 1]}…"
 
 

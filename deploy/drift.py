@@ -48,7 +48,8 @@ def _words(deployed: Sequence[str], running: Sequence[str]) -> list[str]:
     found = []
     before, now = _flags(deployed[1:]), _flags(running[1:])
     for key in [*before, *(key for key in now if key not in before)]:
-        if before.get(key) != now.get(key):
+        hidden = mask.MASK in (before.get(key) or "")  # of a process that was adopted
+        if before.get(key) != now.get(key) and not hidden:
             found.append(_differs(key, now.get(key), before.get(key)))
     return found
 

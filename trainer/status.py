@@ -21,6 +21,9 @@ boot.json            deploy                   how to start it again with the mac
 exit.json            launch                   how it ended
 ===================  =======================  =======================================================
 
+A process that was started by hand and adopted (`Run.adopted`) has no launch: its launch.json is written by
+deploy, once, and log/ leads to the file that it prints into.
+
 Standard library only and Python >= 3.9: this module also runs on hosts that have nothing installed.
 """
 

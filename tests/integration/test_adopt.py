@@ -34,7 +34,7 @@ SCRIPT = """\
 #!/bin/bash
 export LEVEL=hard
 export WANDB_API_KEY=s3cretvalue
-exec {python} train.py --lr 1
+exec {python} train.py --lr 1 --api-token t0ps3cret
 """
 
 
@@ -68,8 +68,8 @@ def test_it_is_seen_at_once_and_then_replaced(fab, train):
     before = procfs.stat(process.pid)["start"]
     text = fab.ok("adopt", "--pid", str(process.pid), "--name", "x")
     assert "was not touched" in text
-    assert "s3cretvalue" not in text + (fab.root / "runs" / "x.yaml").read_text()
-    assert not any(b"s3cretvalue" in data for _, data in fab.snapshot().values())
+    assert "s3cret" not in text + (fab.root / "runs" / "x.yaml").read_text()
+    assert not any(b"s3cret" in data for _, data in fab.snapshot().values())
     (run,) = fab.runs
     told = json.loads((run.path / "run.json").read_text())["adopted"]
     assert (told["pid"], told["start"], told["stdout"]) == (process.pid, before, str(home / "train.log"))
@@ -201,9 +201,9 @@ def test_the_same_on_another_machine(gpubox, train, tmp_path):
     here = ("--host", "gpu-box", "--name", "x")
     before = adopt_process.identity(process.pid)
     text = remote.ok("adopt", *here, "--script", str(home / "run.sh"))
-    assert "nothing was left out" in text
+    assert "--api-token → its value is a secret" in text
     by_script = yamlfile.read(remote.root / "runs" / "x.yaml").value
-    assert by_script["command"] == [sys.executable, "train.py", "--lr", "1"]
+    assert by_script["command"] == [sys.executable, "train.py", "--lr", "1", "--api-token", "***"]
     assert by_script["environment"] == {"LEVEL": "hard"}
     assert by_script["secrets"] == {"WANDB_API_KEY": {"env": "WANDB_API_KEY"}}
     # The box has a mount namespace of its own, as a container has: there its paths are others.
