@@ -110,7 +110,7 @@ def _program(walk: Walk, node: Any, argv: list[Word]) -> None:
             _function(walk, node, rest[0].text, rest[1:])
         elif name in SHELLS or name.endswith((".sh", ".bash")):
             _script(walk, node, rest)
-        elif PROGRAM.fullmatch(name) and not _aside(rest):
+        elif name.endswith(".py") or (PROGRAM.fullmatch(name) and not _aside(rest)):
             walk.start(node, [*wrappers, *rest])
         elif name in ("mkdir", "touch", "ln", "cp", "mv", "chmod", "chown"):
             walk.lost(node, f"a run does no {name}: do it once on the host, if it is not done already")

@@ -168,6 +168,11 @@ def test_a_file_that_is_there_stays(goal, bash):
     assert "b.py" in file.read_text()
 
 
+def test_a_program_that_names_its_python_itself_is_one(goal, bash):
+    adopted(goal, bash, "cd /workspace\n./train.py --lr 1\n")
+    assert settings.load_run(goal.project, "exp").settings.command == ["./train.py", "--lr", "1"]
+
+
 def test_a_conda_environment_is_its_python(goal, bash):
     root = bash.home / "miniconda3"
     python = root / "envs" / "llm" / "bin" / "python3"
