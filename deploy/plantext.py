@@ -161,7 +161,7 @@ def _stop_rows(plan: Plan) -> list[tuple[str, str]]:
             ("stop", which),
             (
                 "",
-                "it was started by hand, so no checkpoint can be asked for: what it has not saved is lost",
+                "started by hand, so no checkpoint can be asked for: what is not saved or printed is lost",
             ),
         ]
     if not stop.asks:
