@@ -247,3 +247,56 @@ def test_after_a_reboot_the_containers_own_systemd_stages_the_weights_and_starts
     finally:
         train.run("stop", *HERE, "--no-checkpoint")
         own.remove()
+
+
+SCRIPT = """\
+#!/bin/bash
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,max_split_size_mb:512
+export WANDB_API_KEY=very-secret
+rm -rf /tmp/torchinductor_root
+cd /srv
+python3 /root/train.py --epochs 6 --name "it's $((1 + 1))"
+"""
+TRAINING = """\
+import sys, time
+print("args", *sys.argv[1:])
+while True:
+    sum(range(100_000))
+    print("loss 1.0")
+    time.sleep(0.02)
+"""
+
+
+def test_what_was_started_by_hand_is_seen_at_once_and_then_replaced(train: Adopted, plain: Container) -> None:
+    plain.write("root/run.sh", SCRIPT, 0o755)
+    plain.write("root/train.py", TRAINING)
+    plain.exec("sh", "-c", "mkdir -p /srv; nohup bash /root/run.sh >/root/log 2>&1 & echo $! >/root/pid")
+    pid = (plain.files / "root/pid").read_text().strip()
+    read = train.ok("adopt", *HERE, "--script", "/root/run.sh", "--name", "script")
+    assert "not carried over" not in read
+    made = yaml.safe_load((train.root / "runs" / "script.yaml").read_text())
+    assert made["command"] == ["/usr/bin/python3", "/root/train.py", "--epochs", "6", "--name", "it's 2"]
+    assert made["working_directory"] == "/srv"
+    assert made["environment"] == {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:512"
+    }
+    assert made["secrets"] == {"WANDB_API_KEY": {"env": "WANDB_API_KEY"}}
+
+    until(lambda: train.run("adopt", *HERE, "--pid", pid, "--name", "hand").returncode == 0)
+    [row] = json.loads(train.ok("status", *HERE, "--name", "hand", "--json"))
+    assert row["verdict"] in ("silent", "starting", "training")
+    assert "loss 1.0" in train.ok("peek", *HERE, "--name", "hand")
+    assert "train.py" in train.ok("stacks", *HERE, "--name", "hand")
+    assert (plain.files / "root/log").read_bytes() == b""  # nothing of that has touched it
+    planned = train.ok("deploy", *HERE, "--run", "hand", "--no-follow", WANDB_API_KEY="very-secret")
+    assert "which was adopted" in planned or "started by hand" in planned
+    until(lambda: train.runs[-1].alive() and "args --epochs 6 --name it's 2\n" in train.log())
+    assert "train.py" in plain.exec("ps", "-eo", "args").stdout
+    assert not Path(f"{plain.root}/proc/{pid}").exists()
+    assert "very-secret" not in "".join(
+        path.read_text(errors="replace")
+        for top in (train.state, train.root)
+        for path in top.rglob("*")
+        if path.is_file() and "secrets" not in str(path)
+    )
+    train.ok("stop", *HERE, "--name", "hand")
