@@ -2,8 +2,13 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
+import forked_onhost
 import hypothesis
+import pytest
+
+from deploy.host import Local
 
 # As in trainer/__main__.py, before anything imports torch: tests run beside other work, and threads that spin
 # while they wait made small models six times slower there.
@@ -22,3 +27,17 @@ hypothesis.settings.register_profile("any-machine", deadline=None)
 hypothesis.settings.load_profile("any-machine")
 
 pytest_plugins = ["testbed.fixtures", "testbed.selection"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks_for_this_machine() -> Iterator[None]:
+    """Our scripts for this machine start quickly, in every test but those with `starts_python`."""
+    end = forked_onhost.use()
+    yield
+    end()
+
+
+@pytest.fixture
+def starts_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our scripts for this machine have a Python started, as they have outside of tests."""
+    monkeypatch.setattr(Local, "_start", forked_onhost.REAL)

@@ -18,7 +18,6 @@ from forked import Python
 from trainer import status
 
 FAB = [str(Path(sys.executable).with_name("fab"))]
-PRELOADED = ("actions", "execute", "explain", "logs", "overview", "plan", "show", "ssh", "switch", "survey")
 # Says its greeting once, then counts until it is stopped.
 COUNTING = """\
 command:
@@ -39,7 +38,7 @@ settle_seconds: 0
 
 def of_checkout(checkout: Path) -> Python:
     """What forks to be the `fab` of a checkout; to be closed."""
-    return Python(["fabric.main", *(f"deploy.{name}" for name in PRELOADED)], checkout)
+    return Python(["fab_ready"], checkout)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from deploy import CHECKOUT, bootunit, evidence, lock, onhost, switch
 from deploy.errors import DeployError
 from deploy.host import HostError, Local
 
+pytestmark = pytest.mark.usefixtures("starts_python")
 MAINS = (evidence.PROBE, switch.JOB, lock.HOLDER, *bootunit.MODULES)
 # Whatever is asked for anywhere.
 ASKED = {
