@@ -5,6 +5,7 @@ fork, too (see `forked_onhost`). The command line, the project's files, and all 
 read by each `fab` itself.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import importlib
@@ -12,15 +13,15 @@ import sys
 
 sys.argv = ["fab"]  # what deploy.interrupt looks for: whether it is `fab` itself
 
-import fabric.main
+import fabric.main  # noqa: F401
 import forked_onhost
 
 from deploy import onhost, render
 
 MODULES = (
-    "actions", "again", "boot", "bootunit", "compare", "conduct", "drift", "drift_check", "early", "execute",
-    "executor", "explain", "logs", "menu", "output", "overview", "parsing", "plan", "prefixed", "prune", "pull",
-    "runtimes.compose", "show", "ssh", "switch", "survey",
+    "actions", "again", "boot", "bootunit", "compare", "conduct", "drift", "drift_check", "early",
+    "execute", "executor", "explain", "logs", "menu", "output", "overview", "parsing", "plan", "prefixed",
+    "prune", "pull", "runtimes.compose", "show", "ssh", "switch", "survey",
 )  # fmt: skip
 SENT = (
     "leftovers", "lock_holder", "log_reader", "lookup", "new_run", "probe", "release_store", "switch_job",

@@ -11,9 +11,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from deployed import CHECKOUT, Place
-from forked import Python
+from forked import Popen, Python
 
 from trainer import status
 
@@ -55,6 +56,11 @@ def call(
     return server().run([*FAB, *words], cwd=cwd, env=env, timeout=timeout)
 
 
+def begin(words: Sequence[str], cwd: Path, env: Mapping[str, str], **pipes: Any) -> Popen:
+    """``fab WORDS`` in `cwd`, which goes on meanwhile: as subprocess.Popen starts it, with its `pipes`."""
+    return Popen(server(), [*FAB, *words], cwd, env, **pipes)
+
+
 @dataclasses.dataclass
 class Fab:
     """A project in a directory, and `fab` called in it."""
@@ -78,6 +84,9 @@ class Fab:
             pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             return subprocess.run([*FAB, *words], cwd=self.root, env=env, text=True, timeout=timeout, **pipes)
         return call(words, self.root, self.environment(**more), timeout)
+
+    def begin(self, *words: str, **pipes: Any) -> Popen:
+        return begin(words, self.root, self.environment(), **pipes)
 
     def ok(self, *words: str, **more: str) -> str:
         done = self.run(*words, **more)

@@ -101,9 +101,10 @@ class Popen(subprocess.Popen[Any]):
             third, err = (second, None) if stderr == subprocess.STDOUT else pipe(stderr, 1)
             self._process = python.start(argv, cwd, env, second, third, first, start_new_session)
         self.pid = self._process.pid
-        mode = "" if text else "b"
-        self.stdin = None if fed is None else open(fed, f"w{mode}")
-        self.stdout, self.stderr = (None if fd is None else open(fd, f"r{mode}") for fd in (out, err))
+        self.stdin, self.stdout, self.stderr = (
+            None if fd is None else os.fdopen(fd, mode if text else f"{mode}b")
+            for fd, mode in ((fed, "w"), (out, "r"), (err, "r"))
+        )
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         if self.returncode is None:

@@ -15,28 +15,26 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from forked import Popen, Python
+
 from deploy import onhost
 from deploy.host import SCRIPT_FLAGS, Local
-from forked import Popen, Python
 
 # What our scripts import of the standard library.
 PRELOADED = (
-    "argparse", "array", "bz2", "collections", "concurrent.futures.thread", "contextlib", "ctypes", "dataclasses",
-    "datetime", "difflib", "errno", "fcntl", "fnmatch", "functools", "glob", "grp", "hashlib", "importlib.machinery",
-    "inspect", "io", "json", "logging", "lzma", "marshal", "mmap", "pathlib", "pwd", "queue", "re", "select",
-    "selectors", "shlex", "shutil", "signal", "socket", "stat", "statistics", "struct", "subprocess", "tarfile",
-    "tempfile", "threading", "traceback", "typing", "urllib.parse", "warnings", "zlib",
+    "argparse", "array", "bz2", "collections", "concurrent.futures.thread", "contextlib", "ctypes",
+    "dataclasses", "datetime", "difflib", "errno", "fcntl", "fnmatch", "functools", "glob", "grp", "hashlib",
+    "importlib.machinery", "inspect", "io", "json", "logging", "lzma", "marshal", "mmap", "pathlib", "pwd",
+    "queue", "re", "select", "selectors", "shlex", "shutil", "signal", "socket", "stat", "statistics",
+    "struct", "subprocess", "tarfile", "tempfile", "threading", "traceback", "typing", "urllib.parse",
+    "warnings", "zlib",
 )  # fmt: skip
 REAL = Local._start
 PREFIX = [sys.executable, *SCRIPT_FLAGS, "-c", onhost._LOADER]
 
 
-def linked_otherwise(env: Mapping[str, str] | None) -> bool:
-    """Whether the dynamic linker is told something that it has not told the one that forks."""
-    return any(LINKED.get(name) != value for name, value in linker(env or {}).items()) or linker(os.environ) != LINKED
-
-
 def linker(env: Mapping[str, str]) -> dict[str, str]:
+    """What tells the dynamic linker what to load; it has done so before a fork."""
     return {name: value for name, value in env.items() if name.startswith("LD_")}
 
 
@@ -50,11 +48,12 @@ def use() -> Callable[[], None]:
     def start(
         self: Local, argv: Sequence[str], env: Mapping[str, str] | None, stdin: int
     ) -> subprocess.Popen[bytes]:
-        if list(argv[: len(PREFIX)]) != PREFIX or linked_otherwise(env):
+        whole = {**os.environ, **(env or {})}
+        if list(argv[: len(PREFIX)]) != PREFIX or linker(whole) != LINKED:
             return REAL(self, argv, env, stdin)
         pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        whole = {**os.environ, **(env or {})}
-        return Popen(python, argv[1 + len(SCRIPT_FLAGS) :], os.getcwd(), whole, **pipes, start_new_session=True)
+        words = argv[1 + len(SCRIPT_FLAGS) :]
+        return Popen(python, words, os.getcwd(), whole, **pipes, start_new_session=True)
 
     Local._start = start  # type: ignore[method-assign]
 

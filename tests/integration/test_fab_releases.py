@@ -235,8 +235,7 @@ def test_a_deploy_whose_client_was_killed_is_watched_by_the_next_one(fab: Fab) -
     fab.file(slow)
     fab.ok("deploy", "--no-follow")
     fab.file(slow.replace("hello", "two"))
-    client = subprocess.Popen([*FAB, "deploy"], cwd=fab.root, env=fab.environment(), stdout=subprocess.DEVNULL,
-                              stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    client = fab.begin("deploy", start_new_session=True)
     stopping = fab.place.root / "runs" / "0002-demo" / "switch.json"
     until(
         lambda: (

@@ -138,10 +138,8 @@ def test_status_refreshes_in_place_and_leaves_the_terminal_as_it_was(
 def test_without_a_terminal_status_prints_again_and_again_and_watch_says_what_to_do(
     fab: Fab, running: status.RunDir
 ) -> None:
-    words = [*FAB, "status", "--watch", "--interval", "1"]
-    with subprocess.Popen(
-        words, cwd=fab.root, env=fab.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with fab.begin("status", "--watch", "--interval", "1", **pipes) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         seen = []
@@ -177,6 +175,7 @@ def test_two_runs_are_compared_and_one_becomes_the_reference(fab: Fab, running: 
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("starts_python")
 def test_a_stream_that_is_lost_is_taken_up_again(
     fab: Fab, running: status.RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

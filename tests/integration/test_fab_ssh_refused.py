@@ -7,14 +7,13 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployed import until
-from fabbed import COUNTING, FAB
+from fabbed import COUNTING, begin
 from far import Far
 from testbed.gpubox import ALIAS, GpuBox
 
@@ -154,14 +153,8 @@ def test_who_holds_the_lock_there_is_named_and_waited_for_when_asked(
             held = rf"demo on gpu-box is locked by {re.escape(lock.who())} \(weights push, since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d\)"
             assert re.search(rf"{held}; wait for it with --lock-wait SECONDS, or try again", said), said
             with open(told, "w") as errors:
-                waits = subprocess.Popen(
-                    [*FAB, "deploy", *HERE, "--no-follow", "--lock-wait", "100"],
-                    cwd=remote.root,
-                    env=remote.environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                )
+                words = ["deploy", *HERE, "--no-follow", "--lock-wait", "100"]
+                waits = begin(words, remote.root, remote.environment(), stderr=errors)
             until(lambda: waits.poll() is not None or "waiting" in told.read_text())
         code = waits.wait(100)
     finally:

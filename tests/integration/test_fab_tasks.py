@@ -132,9 +132,7 @@ def test_what_a_dry_run_prints_is_what_a_deploy_then_prints_and_it_changes_nothi
 def test_deploy_follows_the_log_to_its_end_and_ends_with_the_runs_exit_code(fab: Fab) -> None:
     gate = fab.root / "gate"
     fab.file(GATED.replace("GATE_PATH", str(gate)))
-    following = subprocess.Popen(
-        [*FAB, "deploy"], cwd=fab.root, env=fab.environment(), stdout=subprocess.PIPE, text=True
-    )
+    following = fab.begin("deploy", stdout=subprocess.PIPE, text=True)
     assert following.stdout is not None
     seen = []
     for line in following.stdout:
@@ -184,14 +182,7 @@ def test_tail_goes_on_with_the_next_run_after_a_restart_and_ends_with_the_last_o
 ) -> None:
     """CASES 11. Never a line of the old run below the banner of the new one."""
     fab.ok("deploy", "--no-follow")
-    tail = subprocess.Popen(
-        [*FAB, "tail"],
-        cwd=fab.root,
-        env=fab.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    tail = fab.begin("tail", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert tail.stdout is not None
     until(lambda: tail.stdout.readline().startswith("line "))
     fab.ok("restart", "--no-follow", "--set", "environment.GREETING=again")
@@ -489,10 +480,8 @@ def test_render_writes_what_a_deploy_would_write(fab: Fab, tmp_path: Path) -> No
 @pytest.mark.parametrize("part", ["runs/0001-demo", "names/demo/secrets-0001-demo"])
 def test_ctrl_c_while_a_run_is_being_made_leaves_none_that_nobody_starts(fab: Fab, part: str) -> None:
     fab.file(COUNTING + "secrets: {TOKEN: {command: [echo, x]}}\n")
-    deploying = subprocess.Popen(
-        [*FAB, "deploy", "--no-follow"], cwd=fab.root, env=fab.environment(), start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    deploying = fab.begin("deploy", "--no-follow", start_new_session=True, **pipes)
     until((fab.place.root / part).exists)
     os.killpg(deploying.pid, signal.SIGINT)
     said = deploying.communicate(timeout=60)[0]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from deployed import CHECKOUT, Place, until
-from fabbed import FAB, call
+from fabbed import FAB, begin, call
 
 from deploy import actions, execute, logs, manifest, ssh, switch, target
 from trainer import status
@@ -290,16 +290,8 @@ def test_ctrl_c_in_a_tail_ends_it_and_its_reader_there_and_nothing_else(remote: 
     """CASES 4 and 5."""
     remote.ok("deploy", "--no-follow")
     before = len(remote.box.pids())
-    tail = subprocess.Popen(
-        [*FAB, "tail", "--host", "gpu-box"],
-        cwd=remote.root,
-        env=remote.environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    tail = begin(["tail", "--host", "gpu-box"], remote.root, remote.environment(), **pipes)
     assert tail.stdout
     until(lambda: "line" in tail.stdout.readline())
     tail.send_signal(signal.SIGINT)
@@ -341,14 +333,8 @@ def test_a_deploy_whose_client_is_killed_in_the_push_starts_nothing_and_the_next
     weights = model(tmp_path / "models" / "large", os.urandom(1 << 20) * 150)
     remote.file(COUNTING + f"weights: {weights}\n")
     place = remote.box.state / "weights"
-    client = subprocess.Popen(
-        [*FAB, "deploy", "--no-follow", "--host", "slow-box"],
-        cwd=remote.root,
-        env=remote.environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    words = ["deploy", "--no-follow", "--host", "slow-box"]
+    client = begin(words, remote.root, remote.environment(), start_new_session=True)
     until(lambda: list(remote.box.shm.glob(".large.incoming.*/model.safetensors")))
     os.killpg(client.pid, signal.SIGKILL)
     client.wait()
