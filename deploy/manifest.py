@@ -20,7 +20,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +183,8 @@ def parallel(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]
     if len(pieces) < 2 or THREADS < 2:
         yield from map(work, pieces)
         return
+    from concurrent.futures import ThreadPoolExecutor  # here: every question to a host would wait for it
+
     pool = ThreadPoolExecutor(THREADS)
     try:
         yield from pool.map(work, pieces)
