@@ -62,7 +62,7 @@ def guard() -> None:
                 io.BufferedWriter(raw),
                 encoding=stream.encoding,
                 errors="replace",  # a terminal whose encoding lacks a sign gets another one
-                line_buffering=stream.line_buffering or stream.write_through,
+                line_buffering=True,  # before its end Python flushes once and swallows what fails
             )
             setattr(sys, name, guarded)
     sys.excepthook = _uncaught

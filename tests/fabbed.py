@@ -39,7 +39,7 @@ settle_seconds: 0
 
 def of_checkout(checkout: Path) -> Python:
     """What forks to be the `fab` of a checkout; to be closed."""
-    return Python(["fab_ready"], checkout)
+    return Python(["fab_ready"], checkout, PYTHONUNBUFFERED="")  # some machines set it
 
 
 @functools.cache
