@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from testbed.base_image import SMALL
 from testbed.docker import Docker
 from testbed.place import CHECKOUT
 
@@ -19,7 +20,7 @@ from deploy.host import Local
 
 @dataclass(frozen=True)
 class Settings:
-    base: str | None = None
+    base: str | None = SMALL
     torch_index_url: str | None = None
 
 

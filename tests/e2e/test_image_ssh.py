@@ -17,6 +17,7 @@ import pytest
 from deployed import Place
 from elsewhere import describe, holders, require, small_checkout, tags, wire_bytes
 from fabbed import FAB, of_checkout
+from testbed.base_image import SMALL
 from testbed.docker import Docker
 from testbed.gpubox import GpuBox
 from testbed.place import CHECKOUT
@@ -122,7 +123,14 @@ def run(settings, monitor):
         print("line", number, flush=True)
         time.sleep(0.05)
 """
-RECIPE = "name: shipped1\nweights: toy\ndata: toy\ntrainer: {epochs: 1}\ngrace_seconds: 5\n"
+RECIPE = f"""\
+name: shipped1
+image: {{base: "{SMALL}"}}
+weights: toy
+data: toy
+trainer: {{epochs: 1}}
+grace_seconds: 5
+"""
 
 
 class Shipped:
