@@ -66,6 +66,11 @@ def address(environment: Mapping[str, str] = os.environ) -> str:
     return f"unix://{SOCKET}"
 
 
+def absent(where: str) -> bool:
+    """Whether `where` is a socket of this machine that is not there, so that no engine can answer."""
+    return where.startswith("unix://") and not os.path.exists(where[len("unix://") :])
+
+
 class Engine:
     """One engine, at an address like ``unix:///var/run/docker.sock``."""
 

@@ -163,11 +163,15 @@ def engine_facts() -> dict[str, Any]:
         compose[:] = ask(client or "", "compose", "version", "--short", timeout=COMPOSE_TIMEOUT)
 
     asking = threading.Thread(target=ask_compose, daemon=True)
-    if client:
+    ahead = client is not None and not engine.absent(engine.address())
+    if ahead:
         asking.start()
     found = ask_engine(client)
     facts = found["engine"]
-    if client:
+    if facts["answers"] and client and not ahead:
+        asking.start()
+        ahead = True
+    if ahead:
         asking.join()
         if facts["answers"]:
             facts["compose"], problem = compose
