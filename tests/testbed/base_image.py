@@ -1,8 +1,8 @@
 """The base images of the tests, made without a container registry.
 
 ``debian:bookworm-slim`` is a minimal Debian from Debian's own packages; ``python:3.11-slim-bookworm`` (the
-Dockerfile's default) is that with Python. So the product's Dockerfile is built exactly as users have it. Where
-an image travels, it is built on the second without PyTorch's wheel, which is half of it.
+Dockerfile's default) is that with Python. So the product's Dockerfile is built exactly as users have it.
+Where an image travels, it is built on the second without PyTorch's wheel, which is half of it.
 """
 
 from __future__ import annotations
