@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,17 +34,21 @@ class Process:
     """A program that was started, with subprocess.Popen's words for what tests do with it."""
 
     def __init__(self, args: Sequence[str], answers: socket.socket) -> None:
-        self.args, self._answers = list(args), answers
+        self.args, self._answers, self._reading = list(args), answers, threading.Lock()
         self.pid = int(answers.recv(16))
         self.returncode: int | None = None
 
+    def __del__(self) -> None:
+        self._answers.close()
+
     def wait(self, timeout: float | None = None) -> int:
-        """Returns the exit code. Raises subprocess.TimeoutExpired."""
+        """Returns the exit code; several threads may wait. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             if not select.select([self._answers], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            self.returncode = int(self._answers.recv(16) or b"1")
-            self._answers.close()
+            with self._reading:
+                if self.returncode is None:
+                    self.returncode = int(self._answers.recv(16) or b"1")
         return self.returncode
 
     def poll(self) -> int | None:

@@ -207,10 +207,8 @@ def test_interrupted_by_a_lost_link_then_shipped_then_only_changes_travel_and_wh
 
     # The link is lost in the middle of the transfer.
     def lose_the_link() -> None:
-        until(lambda: _arrived(images / "incoming") > 16 << 20)
-        for pid in set(holders(["rsync", "--server"])) & set(box.pids()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        until(lambda: _arrived(images / "incoming") > 4 << 20)
+        until(lambda: [pid for pid in set(holders(["rsync", "--server"])) & set(box.pids()) if killed(pid)])
 
     thread = threading.Thread(target=lose_the_link)
     thread.start()
@@ -270,6 +268,15 @@ def test_interrupted_by_a_lost_link_then_shipped_then_only_changes_travel_and_wh
     assert shipped.ok("prune", "--keep", "1", "--yes") == "nothing to prune on gpu-box\n"
     assert shipped.runs[-1].alive()
     here.run("image", "rm", "--force", pinned.packages)
+
+
+def killed(pid: int) -> bool:
+    """Kill it; whether it was there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _arrived(directory: Path) -> int:
