@@ -59,7 +59,7 @@ EXPECTED = [
     ("mute-c", 90, "silent", r"may be held back by its C library \(pid \d+ prints into a pipe; tty", "tail"),
     ("hardly", 90, "silent", rf"using hardly any CPU \(\d.\d % of one\), .*{HELD}", "peek"),
     ("killed-rank", 0, "stalled", r"^rank 1 \(pid \d+\) was killed by signal 9, of 3 ranks, ", "restart"),
-    ("elsewhere", 0, "training", r"prints into /\S+/out/lines.txt, \d+ bytes, the newest 0 s ago", "tail"),
+    ("elsewhere", 0, "training", r"prints into /\S+/out/lines.txt, \d+ bytes, the newest \d s ago", "tail"),
     ("loading", 0, "loading", r"but it reads \d+\.\d MB/s, model.bin: \d+\.\d MB of 34.4 GB$", "tail"),
     ("loading", LATER, "loading", r"no output yet after 10 min, but it reads .*model.bin", "tail"),
     ("compiling", LATER, "compiling", r"no output yet after 10 min, but pid \d+ \(cc1\) compiles", "tail"),
