@@ -126,6 +126,7 @@ def test_a_stream_that_the_program_has_made_itself(start, tmp_path):
     assert peek_host.one(start("sys.stdout = sys.__stdout__ = None")[0].pid)["refused"] is None
 
 
+@pytest.mark.slow
 def test_readings_of_a_process_that_prints_all_the_while_are_never_torn(start):
     body = """
 import threading

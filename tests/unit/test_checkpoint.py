@@ -108,6 +108,7 @@ def test_a_save_that_fails_between_its_renames_leaves_the_checkpoint_that_was_th
     assert found.state.epoch == 2
 
 
+@pytest.mark.slow
 def test_a_save_imports_nothing_that_was_not_there_before_the_first_step(tmp_path: Path) -> None:
     """Packages that are replaced or removed under a run cost it no checkpoint."""
     script = (

@@ -127,6 +127,7 @@ def test_the_loss_is_compared_where_both_have_been() -> None:
 # -- the picture -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_png_that_appears_whole(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     plot.check(path)

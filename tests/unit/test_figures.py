@@ -104,6 +104,7 @@ def test_a_curve_keeps_every_record_in_its_means_and_its_last_step(count: int) -
         assert points[0] == {"step": 127, "time": 127, "loss": 63.5, "tokens_per_second": None}
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_records(tmp_path: Path) -> None:
     peaks = []
     for count in (1_000, 10_000):

@@ -346,6 +346,7 @@ PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(st.sampled_from(CASES), st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3))
 def test_no_foreign_value_breaks_a_verdict(path, damage):
