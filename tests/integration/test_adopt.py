@@ -63,6 +63,7 @@ def train(tmp_path):
     process.wait()
 
 
+@pytest.mark.slow
 def test_it_is_seen_at_once_and_then_replaced(fab, train):
     process, home = train
     before = procfs.stat(process.pid)["start"]
@@ -160,6 +161,7 @@ def test_what_is_no_training_is_refused_in_one_sentence(fab, train):
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_shell_above_it_means_it_and_its_family_ends_even_if_it_will_not(tmp_path):
     program = (
         "import os, signal, sys, time\n"

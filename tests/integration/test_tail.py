@@ -197,6 +197,7 @@ def test_only_matches_come_from_the_host(tmp_path) -> None:
     assert size < 1000
 
 
+@pytest.mark.slow
 def test_an_expression_that_tries_for_ever_ends_in_a_sentence_and_leaves_no_reader(
     tmp_path, monkeypatch
 ) -> None:

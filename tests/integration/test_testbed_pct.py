@@ -18,7 +18,7 @@ from testbed.pct.box import PveBox
 from testbed.pct.container import Container
 from testbed.place import TestbedError, run
 
-pytestmark = pytest.mark.pve
+pytestmark = [pytest.mark.pve, pytest.mark.slow]
 
 # Many commands by one Python, each in a fork of it. $1 is where the stand-in's package lies.
 MANY = """
