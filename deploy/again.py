@@ -154,7 +154,7 @@ def refuse_lost_image(facts: Mapping[str, Any], host: str, run: status.Run) -> N
     it stops anything.
     """
     release_id = run.release.get("id")
-    if run.image and run.image.startswith(OURS) and "images" in facts:
+    if run.runtime != "pct" and run.image and run.image.startswith(OURS) and "images" in facts:
         known = {word for image in facts["images"] for word in (image.get("id"), *(image.get("tags") or ()))}
         if run.image not in known:
             raise DeployError(

@@ -28,7 +28,18 @@ from pathlib import Path
 from typing import Any
 
 # The switch is started as a program of its own, and comes to the host with this one.
-from deploy import engine, files, manifest, new_run, probe, procfs, switch_job, weights_store  # noqa: F401
+from deploy import (
+    contained,
+    engine,
+    files,
+    manifest,
+    new_run,
+    probe,
+    procfs,
+    pve,
+    switch_job,  # noqa: F401
+    weights_store,
+)
 from deploy.errors import DeployError
 from trainer import status
 
@@ -175,7 +186,7 @@ def came_up(run: status.RunDir) -> float:
     times = [procfs.boot_time() or time.time()]
     with contextlib.suppress(DeployError):
         start = read_template(run)["spec"]["start"]
-        if start.get("container"):
+        if start.get("container") and not contained.is_pct(start):
             times.append(engine_of(start).started() or 0.0)
     return max(times)
 
@@ -203,7 +214,9 @@ def boot(state: Path, name: str) -> tuple[str, str, str | None]:
         if found["weights"]:
             stage(found["weights"])
         start = found["spec"]["start"]
-        if start.get("container"):
+        if contained.is_pct(start):
+            wait_for_proxmox(start)
+        elif start.get("container"):
             wait_for_engine(start)
         run = next_run(state, found)
         try:
@@ -331,6 +344,19 @@ def wait_for_engine(start: Mapping[str, Any]) -> None:
         time.sleep(PAUSE * 5)
 
 
+def wait_for_proxmox(start: Mapping[str, Any]) -> None:
+    """Until Proxmox has its file system of configurations up. Raises DeployError if it does not come."""
+    path = pve.conf_path(start["container"]["vmid"])
+    deadline = time.monotonic() + ENGINE_PATIENCE
+    while not os.path.exists(path):
+        if time.monotonic() > deadline:
+            raise DeployError(
+                f"there is no {path}, {ENGINE_PATIENCE:g} s after the start of this machine: see that "
+                "pve-cluster is up there, or let fab deploy make the container anew"
+            )
+        time.sleep(PAUSE * 5)
+
+
 def engine_of(start: Mapping[str, Any]) -> engine.Engine:
     return engine.Engine(engine.address(start["environment"]), ENGINE_TIMEOUT)
 
@@ -455,7 +481,8 @@ def shut_down(state: Path, name: str) -> tuple[str, str, str | None]:
         return "nothing", f"no run of {name} is in progress", None
     found = read_template(run)
     start = found["spec"]["start"]
-    if start.get("container") and not going_down() and keeps_containers(start):
+    docker = start.get("container") and not contained.is_pct(start)
+    if docker and not going_down() and keeps_containers(start):
         return (
             "nothing",
             f"run {run.path.name} goes on: only the engine restarts, and it keeps containers",

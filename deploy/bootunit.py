@@ -49,6 +49,7 @@ def text(layout: Layout, name: str, facts: Mapping[str, Any], runtime: str, stop
         program=[str(facts.get("python_path") or "/usr/bin/python3"), *SCRIPT_FLAGS, tool(layout)],
         user=bool(facts.get("uid")),
         engine=runtime == "compose",
+        proxmox=runtime == "pct",
         stop_seconds=math.ceil(stop_seconds + STOP_MARGIN),
     )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy import sizes
 from deploy.checks import Check
-from deploy.runtimes import compose
+from deploy.runtimes import CONTAINED, compose
 from deploy.settings import TOY, RunSettings
 from deploy.sizes import size
 
@@ -101,15 +101,20 @@ def own_need(run: RunSettings, runtime: str, devices: int, live: Run | None) -> 
     """
     if live is not None:
         return Own(0, f"the run takes the place of {live['run_id']}")
-    limit = sizes.parse(run.memory) if run.memory and runtime == "compose" else None
+    limit = sizes.parse(run.memory) if run.memory and runtime in CONTAINED else None
     if limit is not None:
         return Own(limit, f"memory: {run.memory}")
+    return working_need(run, runtime, devices)
+
+
+def working_need(run: RunSettings, runtime: str, devices: int) -> Own:
+    """What a run needs besides its weights, as far as it is known, whatever its file permits it."""
     if run.command is not None:
         return Own(0, "what its command needs besides is not known")
     count = max(1, devices)
     parts = [f"{count} process{'es' if count > 1 else ''}"]
     total = count * PROCESS_BYTES
-    if runtime == "compose":
+    if runtime in CONTAINED:
         total += compose.container_shm(run, devices)
         parts.append("its container's /dev/shm")
     return Own(total, " and ".join(parts))

@@ -13,10 +13,11 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy import engine, procfs
+from deploy import contained_pct, engine, procfs
 from trainer import status
 
 FILE = "container.json"
@@ -89,13 +90,22 @@ class Container:
             return []
 
 
-def of(run: status.RunDir) -> Container | None:
+def of(run: status.RunDir) -> Container | contained_pct.PctContainer | None:
     """The container that a run was started in; None for a run without one."""
     try:
         kept = status.read_json(run.path / FILE)
     except (ValueError, OSError):
         return None
-    return Container(run, kept) if isinstance(kept, dict) and kept.get("id") else None
+    if not isinstance(kept, dict) or not kept.get("id"):
+        return None
+    if kept.get("kind") == contained_pct.KIND:
+        return contained_pct.PctContainer(run, kept)
+    return Container(run, kept)
+
+
+def is_pct(start: Mapping[str, Any]) -> bool:
+    """Whether what is to be started is a Proxmox container."""
+    return "vmid" in (start.get("container") or {})
 
 
 def made_here(labels: Any, state_root: str | Path) -> bool:
@@ -123,12 +133,16 @@ def foreign(rows: list[dict[str, Any]], project: str, state_root: str | Path) ->
     return ""
 
 
-def up(run: status.RunDir, start: dict[str, Any]) -> tuple[Container | None, str, list[str]]:
-    """Run the start's command (`docker compose up -d …`) to its end.
+def up(
+    run: status.RunDir, start: dict[str, Any]
+) -> tuple[Container | contained_pct.PctContainer | None, str, list[str]]:
+    """Run the start's command (`docker compose up -d …`, `pct start …`) to its end.
 
     Returns the container that it made, if any, which is then in container.json; why it failed, or an empty
     text; and what the command said last. That the engine does not answer at once is no failure.
     """
+    if is_pct(start):
+        return contained_pct.up(run, start)
     project, service = start["container"]["project"], start["container"]["service"]
     one = engine.Engine(engine.address(start["environment"]), timeout=5.0)
     seconds = start.get("name_timeout_seconds", NAME_TIMEOUT)

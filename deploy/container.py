@@ -51,7 +51,7 @@ def checks(
     if broken:
         return broken  # nothing else can be said of an engine that does not answer
     return [
-        *_command(run),
+        *command(run),
         *_lost(host, run, there),
         *_user(facts, host, run),
         *_taken(facts, host, run),
@@ -59,7 +59,7 @@ def checks(
         *_storage(facts["engine"], host, image, facts),
         *_memory(facts, host, run, found),
         *_upgrades(facts, host),
-        *_places(mounts),
+        *places(mounts),
     ] or [Check("engine", True)]
 
 
@@ -112,7 +112,7 @@ def _engine(engine: Mapping[str, Any], host: HostSettings, facts: Mapping[str, A
         )
 
 
-def _command(run: RunSettings) -> Iterator[Check]:
+def command(run: RunSettings) -> Iterator[Check]:
     if run.command is not None and run.image.use is None:
         yield Check(
             "image",
@@ -237,7 +237,7 @@ def _upgrades(facts: Mapping[str, Any], host: HostSettings) -> Iterator[Check]:
         )
 
 
-def _places(mounts: list[compose.Mount]) -> Iterator[Check]:
+def places(mounts: list[compose.Mount]) -> Iterator[Check]:
     """Directories of the host that would hide what the container needs."""
     for mount in mounts:
         if mount.target.rstrip("/") in {place.rstrip("/") for place in OCCUPIED} and mount.source != "./app":

@@ -27,12 +27,14 @@ def of_process(run: Mapping[str, Any], images: Iterable[Mapping[str, Any]] = ())
     """
     running = run.get("running")
     written = run.get("run") or {}
+    container = _container(run.get("container") or {})
     if not isinstance(running, Mapping):
-        return []
+        return container
     return [
         *_words(written.get("command") or [], running.get("argv") or []),
         *_variables(written.get("environment") or {}, running.get("environment")),
         *_image(written.get("image"), running.get("image_id"), images),
+        *container,
         *_files(running.get("files") or [], running.get("argv") or [], running.get("started")),
     ]
 
@@ -90,6 +92,24 @@ def _image(deployed: str | None, running: str | None, images: Iterable[Mapping[s
     if running in known or not (known or deployed.startswith("drafthouse:")):
         return []
     return [f"process: image {running[:19]} runs, but {deployed[:64]} was deployed"]
+
+
+def _container(container: Mapping[str, Any]) -> list[str]:
+    """Entries of a Proxmox container's configuration that are not what its release says for this run."""
+    return [
+        f"container {container.get('vmid')}: {_word(key)} is {_masked(key, there)}, but "
+        f"{_masked(key, deployed)} was deployed"
+        for key, there, deployed in container.get("differs") or ()
+    ]
+
+
+def _word(key: str) -> str:
+    return key if key.isprintable() else repr(key)
+
+
+def _masked(key: str, value: str | None) -> str:
+    hidden = value is not None and mask.secret_name(key)
+    return _say(mask.MASK if hidden else value and mask.text(value))
 
 
 def _files(files: Iterable[Mapping[str, Any]], argv: Sequence[str], started: float | None) -> list[str]:

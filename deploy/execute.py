@@ -21,12 +21,13 @@ from deploy.host import Host, HostError
 from deploy.lock import Patience
 from deploy.plan import Plan, seen
 from deploy.release import Image, Release
-from deploy.runtimes import compose, process
+from deploy.runtimes import compose, pct, process
 from deploy.settings import RunSettings, SecretSource
 from deploy.weights import Weights
 from trainer import status
 
 TRIAL_TIMEOUT = 180.0  # seconds; a container starts in one, but a disk may be asleep
+PCT_SILENCE = 120.0  # seconds; making a container gives a sign of life every 15
 CHECK_TIMEOUT = 120.0  # seconds; it takes below one, but a disk may be asleep
 INSTALL_TIMEOUT = 300.0  # seconds, for each call of apt-get
 FIRST_HEARTBEAT_TIMEOUT = 600.0  # seconds, for a release that is started again as it was
@@ -120,12 +121,15 @@ def start(
             report(f"release {work.release.id} {done}")
         values = _secrets(host, work)
         held.check()
-        run_path = secrets_file = None
+        run_path = secrets_file = container = None
         try:
+            container = _container(plan, host, facts, report) if plan.runtime == "pct" else None
             run_path, run = _new_run(host, plan, facts, work.run, values)
             secrets_file = run.secrets_file
-            begin = start_spec(plan, facts, run, run_path, work.python)
-            if plan.runtime == "compose":
+            begin = start_spec(plan, facts, run, run_path, work.python, container)
+            if container:
+                pct_trial(plan, host, run, run_path, container, report)
+            elif plan.runtime == "compose":
                 try_container(plan, host, facts, run, run_path)
             elif work.heartbeats:
                 check_config(host, run, begin["environment"])
@@ -162,6 +166,9 @@ def start(
                     before = max((status.split_run_id(one["run_id"])[0] for one in facts["runs"]), default=0)
                     held.check()  # without the lock it might be the run of somebody else
                     onhost.ask(host, "deploy.new_run:discard_begun", layout.state, plan.name, before)
+                if container and container["made"]:
+                    made = (container["vmid"], container["which"], run_path)
+                    onhost.ask(host, "deploy.pct_host:discard", *made)
             raise
         if not back:  # it takes the secrets of the run before
             # Only now: had another switch been under way, the run that it starts would have needed its file.
@@ -171,10 +178,17 @@ def start(
 
 
 def start_spec(
-    plan: Plan, facts: Mapping[str, Any], run: status.Run, run_path: str, python: str
+    plan: Plan,
+    facts: Mapping[str, Any],
+    run: status.Run,
+    run_path: str,
+    python: str,
+    container: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the switch starts for `run`, in the plan's runtime. Pure."""
+    """What the switch starts for `run`, in the plan's runtime (`container`: see `_container`). Pure."""
     place = plan.layout.release(str(plan.release))
+    if container is not None:
+        return pct.start_spec(run, container["which"], container["vmid"])
     if plan.runtime == "compose":
         return compose.start_spec(run, facts, plan.layout, place, run_path)
     return process.start_spec(run, dict(facts), place, run_path=run_path, python=python)
@@ -210,6 +224,34 @@ def try_container(plan: Plan, host: Host, facts: Mapping[str, Any], run: status.
                 "the run's file"
             )
         raise DeployError(f"{host.name} cannot start a container of {plan.name}: {last}")
+
+
+def _container(plan: Plan, host: Host, facts: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """Have the release's Proxmox container: {vmid, made (whether it is new), which (see `pct_host`)}."""
+    which = pct.container_spec(plan.name, str(plan.release), plan.layout, facts, plan.image)
+    found = onhost.ask(
+        host,
+        "deploy.pct_host:ensure",
+        which,
+        dict(plan.making or {}),
+        timeout=PCT_SILENCE,
+        progress=lambda text: report(text) if text else None,
+    )
+    return {**found, "which": which}
+
+
+def pct_trial(
+    plan: Plan, host: Host, run: status.Run, run_path: str, container: Mapping[str, Any], report: Report
+) -> None:
+    """Start the run's container once, to look from inside, while the old run goes on.
+
+    Raises DeployError if it does not start, or with what it says is wrong.
+    """
+    asked = pct.trial(run, plan.layout, run_path)
+    words = (container["vmid"], container["which"], asked)
+    note = onhost.ask(host, "deploy.pct_host:trial", *words, timeout=TRIAL_TIMEOUT + PCT_SILENCE)
+    if note:
+        report(note)
 
 
 def _refuse_other_user(plan: Plan, facts: Mapping[str, Any]) -> None:
@@ -253,7 +295,7 @@ def _way_back(plan: Plan, host: Host, facts: Mapping[str, Any], work: Work) -> d
             f"{host.name}: nothing in {work.rollback} says how its run was started, so it could not be "
             "restored; deploy without --rollback-on-failure"
         ) from None
-    lost = _lost(plan, host, facts, run, str(spec["release_id"]))
+    lost = _lost(plan, host, facts, run, str(spec["release_id"]), spec["start"])
     if lost:
         raise DeployError(
             f"{host.name}: run {run.run_id} could not be restored, since {lost}; deploy without "
@@ -262,7 +304,14 @@ def _way_back(plan: Plan, host: Host, facts: Mapping[str, Any], work: Work) -> d
     return back
 
 
-def _lost(plan: Plan, host: Host, facts: Mapping[str, Any], run: status.Run, release_id: str) -> str | None:
+def _lost(
+    plan: Plan,
+    host: Host,
+    facts: Mapping[str, Any],
+    run: status.Run,
+    release_id: str,
+    start: Mapping[str, Any],
+) -> str | None:
     """Why a run could not be started again as it was; None if all that it needs is there."""
     there = facts["names"].get(plan.name) or {}
     if release_id not in (there.get("releases") or []):
@@ -277,6 +326,8 @@ def _lost(plan: Plan, host: Host, facts: Mapping[str, Any], run: status.Run, rel
         return str(error)
     if staged:
         return f"its weights {staged['path']} are not in shared memory any more"
+    if run.runtime == "pct":
+        return onhost.ask(host, "deploy.contained_pct:check", dict(start)) or None
     if run.image and images.there(host, run.image) is None:
         return f"its image {run.image} is not there any more"
     return None

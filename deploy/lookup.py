@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy import engine, files, hashing, strays, typedpath, weights_store
+from deploy import engine, files, hashing, pve, strays, typedpath, weights_store
 from deploy.errors import DeployError
 from trainer import status
 
@@ -45,6 +46,7 @@ def look(wanted: dict[str, Any]) -> dict[str, Any]:
         "places": places,
         "secrets": secrets,
         "image": image,
+        "storages": storages,
         "strays": strays.look,
         "hashes": hashing.names,
     }
@@ -136,6 +138,19 @@ def image(reference: str, address: str | None) -> bool | None:
     except engine.EngineError as error:
         return False if error.status == 404 else None
     return True
+
+
+def storages(template: str | None, paths: list[str]) -> dict[str, Any]:
+    """What only a Proxmox host of the pct runtime is asked, since it takes Perl's second.
+
+    ``{"space": see pve.space, "template": whether a template of one's own is there (None: not asked), "links":
+    those of `paths` that lead through a symbolic link}``
+    """
+    return {
+        "space": pve.space(),
+        "template": None if template is None else pve.has_template(template),
+        "links": [path for path in paths if os.path.realpath(path) != os.path.normpath(path)],
+    }
 
 
 def data(source: str) -> dict[str, Any]:

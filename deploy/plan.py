@@ -15,7 +15,7 @@ from deploy import image as images
 from deploy.errors import DeployError
 from deploy.health import number, table, verdict
 from deploy.release import Layout, Release
-from deploy.runtimes import compose, process
+from deploy.runtimes import compose, pct, process
 from deploy.runtimes.compose import Mount
 from deploy.settings import HostSettings, Recipe, RunSettings
 from deploy.sizes import age
@@ -77,7 +77,9 @@ class Plan:
     image: str | None = None  # as compose.yaml names it
     image_action: images.Action | None = None
     image_words: str = ""
-    user: str | None = None  # uid:gid in the container
+    user: str | None = None  # uid:gid of the run's processes, as the host numbers them
+    container: str = ""  # of Proxmox: what is made for the release
+    making: Mapping[str, Any] | None = None  # what making it takes, see pct_host.ensure
     mounts: tuple[Mount, ...] = ()
     devices: tuple[str, ...] | None = None  # indices of GPUs; None: not said, as a plain process sees all
     boot: str = ""  # what a reboot will do
@@ -120,10 +122,12 @@ class Parts:
     runtime: str
     why: str
     python: str
-    user: str | None
+    user: str | None  # uid:gid in the container
+    owner: str | None  # the same as the host numbers them
     devices: devices.Devices
     device_files: tuple[str, ...]
     unit: str
+    container: pct.Container | None = None
 
 
 def parts_of(survey: Survey, host: HostSettings, run: RunSettings) -> Parts:
@@ -132,14 +136,34 @@ def parts_of(survey: Survey, host: HostSettings, run: RunSettings) -> Parts:
     found = devices.choose(run.gpus, facts, run.name, host.name, runtime)
     # Saving and ending is all that a reboot waits for.
     patience = run.checkpoint_timeout_seconds + run.grace_seconds
+    user = owner = container = None
+    files = devices.files(found, facts)
+    if runtime == "compose":
+        user = owner = compose.user(run, facts)
+    elif runtime == "pct":
+        user, owner = pct.user(run), pct.owner(run, host.pct.unprivileged)
+        files = pct.device_files(found, facts)
+        container = pct.describe(
+            host,
+            run,
+            survey.layout,
+            facts,
+            weights=survey.weights.path if survey.weights else None,
+            weights_bytes=survey.weights.bytes if survey.weights else 0,
+            data=survey.data,
+            gpus=found.count,
+            device_files=files,
+        )
     return Parts(
         runtime,
         why,
-        compose.python(run) if runtime == "compose" else survey.interpreter.path,
-        compose.user(run, facts) if runtime == "compose" else None,
+        compose.python(run) if runtime in runtimes.CONTAINED else survey.interpreter.path,
+        user,
+        owner,
         found,
-        devices.files(found, facts),
+        files,
         bootunit.text(survey.layout, run.name, facts, runtime, patience),
+        container,
     )
 
 
@@ -164,6 +188,7 @@ def make_release(survey: Survey, host: HostSettings, run: RunSettings) -> Releas
         devices=parts.devices.ids,
         device_files=parts.device_files,
         unit=parts.unit,
+        container=parts.container,
     )
 
 
@@ -237,7 +262,9 @@ def make(
         image=survey.image.reference if survey.image else None,
         image_action=action,
         image_words=words,
-        user=parts.user,
+        user=parts.owner,
+        container=parts.container.describe() if parts.container else "",
+        making=pct.making(host, facts, survey.image.reference) if parts.container and survey.image else None,
         mounts=tuple(compose.mounts(run, survey.layout, weights, survey.data)) if survey.image else (),
         devices=parts.devices.ids,
         boot=bootunit.describe(facts, run.name, parts.runtime),
@@ -305,6 +332,7 @@ def make_same(
         )
     release.refuse_changed(facts, host.name, name, wanted)
     foreign = not str(last.get("image")).startswith(f"{images.REPOSITORY}:")
+    making = pct.making(host, facts, str(last.get("image"))) if runtime == "pct" else None
     init, commands = _init(facts, install, runtime, foreign)
     return Plan(
         task=task,
@@ -332,6 +360,7 @@ def make_same(
         image_action="there" if last.get("image") else None,
         image_words="there" if last.get("image") else "",
         user=last.get("user"),
+        making=making,
         devices=tuple(last["devices"]) if last.get("devices") is not None else None,
         grace_seconds=float(last.get("grace_seconds") or 0),
         boot=bootunit.describe(facts, name, runtime),
@@ -496,6 +525,8 @@ def _init(
     """(what adopts orphans, what is installed for it). An image of one's own, a foreign one, brings none."""
     if runtime == "compose":
         return ("the engine's own init, as PID 1" if foreign else "tini, as PID 1 in the image"), ()
+    if runtime == "pct":
+        return ("tini of the template, if it has one, as PID 1" if foreign else "tini, as PID 1"), ()
     if facts["tini"]:
         return process.reaper(dict(facts)), ()
     if install and facts["apt"] and facts["uid"] == 0:

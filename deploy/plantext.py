@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from deploy import budget, mask, release
 from deploy.render import shell
-from deploy.runtimes import compose
+from deploy.runtimes import compose, pct
 
 LONGEST_TEXT = 80  # characters of one argument of a command that has blanks, like the program of python -c
 LONGEST_WORD = 300  # of one without, like a path
@@ -119,10 +119,15 @@ def _container_rows(plan: Plan) -> list[tuple[str, str]]:
         rows += [("trial", "a container of this release looks and ends, before anything else is stopped")]
     if plan.devices is not None:
         rows += [("gpus", ", ".join(plan.devices) or "none")]
+    rows += [("container", plan.container)] if plan.container else []
     if plan.user is not None:
-        rows += [("user", f"{plan.user} in the container")]
+        rows += [
+            ("user", f"{plan.user}{' as this host numbers them' if plan.making else ' in the container'}")
+        ]
     rows += [("mounts", _mounts(plan))] if plan.mounts else []
     if plan.image and plan.grace_seconds:
+        if plan.making:
+            return [*rows, _proxmox_grace(plan)]
         grace, engine = plan.grace_seconds, math.ceil(plan.grace_seconds) + compose.ENGINE_MARGIN_SECONDS
         shutdown = compose.DOCKERD_SHUTDOWN_SECONDS
         smallest = min(grace, shutdown)
@@ -136,6 +141,15 @@ def _container_rows(plan: Plan) -> list[tuple[str, str]]:
             )
         ]
     return rows
+
+
+def _proxmox_grace(plan: Plan) -> tuple[str, str]:
+    proxmox = math.ceil(plan.grace_seconds) + pct.STOP_MARGIN_SECONDS
+    return (
+        "grace",
+        f"{plan.grace_seconds:g} s from SIGTERM to SIGKILL by launch (grace_seconds), {proxmox} s by "
+        "Proxmox, also when the host goes down",
+    )
 
 
 def _mounts(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deploy import budget, container, devices, mask, python_start, runtimes
+from deploy import budget, container, devices, mask, preflight_pve, python_start, runtimes
 from deploy.checks import Check
 from deploy.errors import DeployError
 from deploy.health_words import command
@@ -36,6 +36,8 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
         weights = survey.weights.path if survey.weights else None
         mounts = compose.mounts(run, survey.layout, weights, survey.data)
         own = container.checks(facts, host, run, found, survey.image, mounts, survey.image_there)
+    elif runtime == "pct":
+        own = preflight_pve.made(survey, host, run, found)
     else:
         own = [*_python(survey, host, run), *_no_container(survey, host, run)]
     return [
@@ -71,7 +73,7 @@ def _no_container(survey: Survey, host: HostSettings, run: RunSettings) -> list[
                 f"the image {run.image.use} of the run's file is not used: {survey.live['run_id']} is in "
                 "progress as a plain process, and what takes its place is one too",
                 f"after {stop} a deploy starts a container"
-                if wanted == "compose"
+                if wanted in runtimes.CONTAINED
                 else f"without it there would be no container either: {why}",
                 True,
             )

@@ -13,6 +13,7 @@ live_restore rootless buildx runtimes cdi}, images [{id tags bytes created label
 containers [{name project directory here}] (running ones of our projects; here: made from this state root),
 gpus {devices [{index path uuid holders [{pid command age daemon}]}] control driver library toolkit
 nvidia_smi nvml (see `deploy.nvml`: a list, or {unknown: why}; null without a sample)},
+pve (see `deploy.pve`: what there is of Proxmox, or null),
 names {name: {current previous releases stop booted reference secrets [paths] changed {release: files that
 are not as they were deployed} added {release: those of them that were not deployed at all}
 images {release: image}}}, runs [..], switch and locks
@@ -23,9 +24,9 @@ which there are `clock_ticks` a second.
 Of a run, `boot` is {release weights} of its boot.json, empty if that may not be read, null without one.
 Of a run in a container, `container` is {id name image image_id running paused pid exit_code oom_killed error
 started finished engine_started gone unknown}: gone if the engine has it no more, unknown (why) if the engine
-could not be asked. A process's `nspid` is its pid as its own files call it. `running` is what the trainer
-really runs with, {argv environment image_id started files [{path modified}]}, from /proc (its files: what its
-command line names); null where that cannot be read.
+could not be asked; of one of Proxmox see `contained_pct.state`. A process's `nspid` is its pid as its own
+files call it. `running` is what the trainer really runs with, {argv environment image_id started
+files [{path modified}]}, from /proc (its files: what its command line names); null where that cannot be read.
 A process has `elapsed`, the seconds that really passed between its two samples (on a busy machine more than
 `sample_seconds`, the pause that was asked for); `io` like `cpu_ticks`, [bytes read, of these from a disk,
 bytes written] each; `ran`, too, the nanoseconds that its threads have computed; `wanted`, those that they
@@ -53,7 +54,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deploy import contained, engine, files, machine, pace, procfs, room, run_devices, run_processes, running
+from deploy import (
+    contained,
+    contained_pct,
+    engine,
+    files,
+    machine,
+    pace,
+    procfs,
+    pve,
+    room,
+    run_devices,
+    run_processes,
+    running,
+)
 from trainer import status
 
 RUNS_PER_NAME = 20
@@ -126,6 +140,7 @@ class Probe:
             "images": told["images"],
             "containers": self.containers(told),
             "gpus": devices,
+            "pve": pve.facts(),
             "programs": machine.programs(),
             "tini": machine.program("tini"),
             "apt": machine.program("apt-get"),
@@ -356,9 +371,13 @@ class Probe:
 
     def add_containers(self, runs: list[dict[str, Any]], told: dict[str, Any]) -> None:
         """Complete what container.json says of each run's container with what the engine says now."""
+        active = pve.active() if any((run["container"] or {}).get("kind") for run in runs) else {}
         for run in runs:
             kept = run["container"]
             if not kept:
+                continue
+            if kept.get("kind") == contained_pct.KIND:
+                run["container"] = contained_pct.state(kept, run["path"], active)
                 continue
             facts = told["engine"]
             unknown = None if facts["answers"] and not facts.get("incomplete") else str(facts["error"])

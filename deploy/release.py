@@ -10,6 +10,7 @@ code are one release, and whatever differs is another. `build` is pure, `write` 
     image.json     instead of app/, where the trainer is in an image: what went into that, file by file
     compose.yaml   with the compose runtime: the service
     launch.sh      with the compose runtime: the commands that start it, for people
+    pct.conf       with the pct runtime: the container's configuration, with placeholders for what a run adds
     drafthouse-<name>.service   what starts the next run at boot
     release.json   id, digests, git; the only file outside the digest
 """
@@ -28,7 +29,7 @@ from typing import Any, Protocol
 from deploy import flags, mask, onhost, render, yamlfile
 from deploy.errors import DeployError
 from deploy.host import Host
-from deploy.runtimes import compose
+from deploy.runtimes import compose, pct
 from deploy.settings import TOY, RunSettings
 
 ID_LENGTH = 12
@@ -192,12 +193,13 @@ def build(
     devices: Sequence[str] | None = None,
     device_files: Sequence[str] = (),
     unit: str | None = None,
+    container: pct.Container | None = None,
 ) -> Release:
     """The release for these settings. `app` maps ``trainer/x.py`` to its content.
 
-    The compose runtime needs `image` and `user` (uid:gid); `devices` are indices of GPUs (None: not said),
-    `device_files` their nodes on the host, and `unit` is the text of the boot unit. A foreign command gets
-    launch and what launch imports, so that work on our trainer is no change to it.
+    A container needs `image` and `user` (uid:gid in it), one of Proxmox `container`; `devices` are indices of
+    GPUs (None: not said), `device_files` their nodes on the host, and `unit` is the text of the boot unit. A
+    foreign command gets launch and what launch imports, so that work on our trainer is no change to it.
     """
     if settings.command is not None:
         app = needed(app, "trainer/launch.py")
@@ -214,7 +216,11 @@ def build(
         ).encode(),
         **{f"app/{name}": content for name, content in sorted(app.items())},
     }
-    if image is not None and user is not None:
+    if container is not None and image is not None:
+        files[pct.RELEASE_FILE] = pct.conf_file(container).encode()
+        files[IMAGE] = _image(image)
+        files |= container.files
+    elif image is not None and user is not None:
         service = compose.deployed(
             settings,
             layout,

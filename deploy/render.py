@@ -13,6 +13,10 @@ filter        the value as
 ``compose``   the same in a Compose file, where ``$`` starts a variable unless it is doubled
 ``systemd``   one word of a command in a unit of systemd
 ``comment``   the rest of a comment's line
+``pct``       a path within a property of a Proxmox container, like ``mp0: {{ path | pct }},mp=/data``
+``pct_path``  a path in its raw ``lxc.mount.entry``
+``pct_value`` the rest of a line there
+``pct_comment`` a line of its description
 ============  ==================================================================================
 """
 
@@ -25,7 +29,7 @@ from typing import Any
 
 import jinja2
 
-from deploy import CHECKOUT
+from deploy import CHECKOUT, pct_conf
 
 TEMPLATES = CHECKOUT / "templates"
 
@@ -95,6 +99,39 @@ def comment(value: object) -> str:
     return next(iter(str(value).splitlines()), "")
 
 
+_PROPERTY = re.compile(r"[^,=\s\0-\x1f\x7f]+")
+
+
+def pct(value: object) -> str:
+    """`value` as a word of a Proxmox property, where ``,`` and ``=`` part words and nothing quotes them.
+
+    Raises ValueError for what cannot be written there.
+    """
+    text = str(value)
+    if not _PROPERTY.fullmatch(text):
+        raise ValueError(
+            f"{text!r} has a blank, a comma or '=', which no entry of a Proxmox container can hold"
+        )
+    return text
+
+
+def pct_path(value: object) -> str:
+    """`value` as a field of a mount entry, in which blanks are written by their octal numbers."""
+    text = pct_value(value)
+    return text.replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011")
+
+
+def pct_value(value: object) -> str:
+    """`value` as the rest of a line of a container's configuration. Raises ValueError for a line break."""
+    text = str(value)
+    if re.search(r"[\0-\x08\n-\x1f\x7f]", text) or text != text.strip():
+        raise ValueError(
+            f"{text!r} has a control character or blanks at its ends, which no line of a Proxmox container's "
+            "configuration can hold"
+        )
+    return text
+
+
 _environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(TEMPLATES),
     undefined=jinja2.StrictUndefined,
@@ -104,7 +141,16 @@ _environment = jinja2.Environment(
     keep_trailing_newline=True,
 )
 _environment.filters.update(
-    shell=shell, envfile=envfile, yaml=yaml, compose=compose, systemd=systemd, comment=comment
+    shell=shell,
+    envfile=envfile,
+    yaml=yaml,
+    compose=compose,
+    systemd=systemd,
+    comment=comment,
+    pct=pct,
+    pct_path=pct_path,
+    pct_value=pct_value,
+    pct_comment=pct_conf.comment,
 )
 
 

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from deploy import explain, fabricfile, flags, shellwords, sizes, sshconfig, typedpath, yamlfile
 from deploy.errors import USAGE, DeployError, nearest
 from deploy.host import CONTAINER, LOCAL_NAMES
+from deploy.pct_settings import PctSettings
 from deploy.yamlfile import YamlFile, dotted
 from trainer.status import valid_name
 
@@ -60,6 +61,7 @@ class HostSettings(_Settings):
     python_for_tools: str | None = None  # a Python >= 3.9 for what we run there; on localhost fab's own
     build: Literal["host", "local"] | None = None  # where images are built; default: on the host
     keep_on_disk: bool = True  # weights that were pushed, for the time after a reboot
+    pct: PctSettings = PctSettings()  # of the containers that a deploy makes, with runtime: pct
 
     @property
     def is_local(self) -> bool:

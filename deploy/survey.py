@@ -63,8 +63,9 @@ class Survey:
     secrets_changed: tuple[str, ...] = ()  # names whose value the run in progress has otherwise
     secrets_unread: tuple[str, ...] = ()  # names of which that is not known, since they cannot be read here
     checkpoint: Mapping[str, Any] | None = None  # state.json of checkpoints/latest
-    image: release.Image | None = None  # with the compose runtime
+    image: release.Image | None = None  # of a run in a container
     image_there: bool | None = None  # whether the engine has one's own image; None: not asked, or not known
+    storages: Mapping[str, Any] | None = None  # with the pct runtime: see lookup.storages
     strays: tuple[Mapping[str, Any], ...] = ()  # processes of the name outside its runs, see deploy.strays
     copies: tuple[Mapping[str, Any], ...] | None = None  # with --evict-first: see weights_uses.listing
 
@@ -107,7 +108,14 @@ def take(
     file = secrets.file_in_use(facts, run.name)
     if file and values:
         wanted["secrets"] = {"path": file, "values": values}
-    if question.contained and run.image.use is not None and facts["engine"]["answers"]:
+    if question.runtime == "pct":
+        paths = [
+            question.layout.state,
+            question.layout.cache,
+            *([question.data.given] if question.data else []),
+        ]
+        wanted["storages"] = {"template": run.image.use, "paths": paths}
+    elif question.contained and run.image.use is not None and facts["engine"]["answers"]:
         wanted["image"] = {"reference": run.image.use, "address": facts["engine"].get("address")}
     answers = onhost.ask(host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)
     found = _answered(question, answers, host, progress, read=True)
@@ -120,6 +128,7 @@ def take(
         secret_problems=tuple(secret_problems),
         secret_values=values,
         image_there=answers.get("image"),
+        storages=answers.get("storages"),
         secrets_changed=tuple(answers.get("secrets", ())),
         secrets_unread=tuple(sorted(set(run.secrets) - set(values))) if file else (),
         checkpoint=answers["state"],
@@ -168,7 +177,7 @@ class _Question:
     facts: Mapping[str, Any]
     layout: Layout
     python: str
-    contained: bool
+    runtime: str
     model: Directory | None
     data: Directory | None
 
@@ -182,10 +191,14 @@ class _Question:
             facts,
             layout_of(settings, facts, run.name),
             settings.python or facts["python_path"],
-            runtimes.choose(settings, facts, run.name)[0] == "compose",
+            runtimes.choose(settings, facts, run.name)[0],
             Directory.find(project, settings, run.weights, toy=TOY),
             Directory.find(project, settings, run.data, toy=TOY),
         )
+
+    @property
+    def contained(self) -> bool:
+        return self.runtime in runtimes.CONTAINED
 
     @property
     def wanted(self) -> dict[str, Any]:

@@ -25,8 +25,9 @@ record                           the file that tells what was done
 ===============================  ==========================================================================
 
 ``start`` is {argv, environment, working_directory}: launch itself or, with ``container`` {project, service,
-image}, a command that makes a container and ends. ``user`` [uid, gid] is whom a restored run belongs to,
-``devices`` (indices or UUIDs) have to be free before anything is started.
+image}, a command that makes a container and ends (with a ``vmid`` among these, see `deploy.pct_host`, one
+that starts a container of Proxmox). ``user`` [uid, gid] is whom a restored run belongs to, ``devices``
+(indices or UUIDs) have to be free before anything is started.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from deploy import contained, engine, files, new_run, probe
+from deploy import contained, contained_pct, engine, files, new_run, probe
 from deploy.errors import DeployError
 from deploy.switch_record import Record
 from deploy.switch_steps import Failed, Switch, wait
@@ -121,7 +122,11 @@ def check_start(spec: dict[str, Any], name: Path) -> None:
         raise Refused(f"there is no program {start['argv'][0]}")
     if not (name / "releases" / spec["release_id"]).is_dir():
         raise Refused(f"release {spec['release_id']} of {spec['name']} is not on this host")
-    if start.get("container"):
+    if contained.is_pct(start):
+        problem = contained_pct.check(start)
+        if problem:
+            raise Refused(problem)
+    elif start.get("container"):
         check_engine(start, spec["state_root"])
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy import adopt_process, adopted_stop, contained, files, gpus, procfs
+from deploy import adopt_process, adopted_stop, contained, contained_pct, files, gpus, procfs
 from deploy.sizes import age
 from trainer import status
 
@@ -48,7 +48,7 @@ class Switch:
         self.old = status.RunDir(spec["old_run_path"]) if spec["old_run_path"] else None
         self.new = status.RunDir(spec["run_path"]) if spec["start"] else None
         self.process: subprocess.Popen[bytes] | None = None
-        self.container: contained.Container | None = None  # of the new run
+        self.container: contained.Container | contained_pct.PctContainer | None = None  # of the new run
         self.begun = False  # whether anything of the new run may have been started
         self.links: tuple[str | None, str | None] = (None, None)  # current and previous, before
         self.restores: tuple[str | None, str | None] | None = None  # ... of the switch that this one undoes
@@ -225,7 +225,9 @@ class Switch:
             pids = ", ".join(str(pid) for pid in left())
             raise Failed(f"process {pids} of run {run.path.name} cannot be ended")
 
-    def clear_container(self, run: status.RunDir, container: contained.Container) -> None:
+    def clear_container(
+        self, run: status.RunDir, container: contained.Container | contained_pct.PctContainer
+    ) -> None:
         """The same for a container: all in it ends with its first process.
 
         It is kept until the next one takes its place, so that its last lines can be read.

@@ -1,6 +1,6 @@
-"""How a run is started on a host: `process` (no engine) or `compose` (Docker). Pure.
+"""How a run is started on a host: `process` (no engine), `compose` (Docker) or `pct` (Proxmox). Pure.
 
-`choose` says which of the two a deploy takes, from what the host's entry says and from what the probe saw.
+`choose` says which of them a deploy takes, from what the host's entry says and from what the probe saw.
 """
 
 from __future__ import annotations
@@ -9,33 +9,27 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from deploy.errors import DeployError
-
 if TYPE_CHECKING:
     from deploy.settings import HostSettings
 
+CONTAINED = ("compose", "pct")  # the runtimes whose runs live in a container
 ENGINE = (20, 10)
 COMPOSE = (2, 17)
 
 
 def choose(host: HostSettings, facts: Mapping[str, Any], name: str | None = None) -> tuple[str, str]:
-    """(runtime, why). Raises DeployError for one that cannot be deployed to yet.
+    """(runtime, why).
 
     A run in progress keeps its runtime, unless fabric.yaml says otherwise: an engine that does not answer for
     a moment must not turn a container into a process.
     """
     if host.container is not None and host.runtime != "compose":
         return "process", f"in container {host.container}, of which nothing is replaced"
-    if host.runtime == "pct":
-        raise DeployError(
-            f"{host.name} has runtime: pct in fabric.yaml, which this version cannot deploy to; "
-            "set runtime: compose or process"
-        )
     if host.runtime != "auto":
         return host.runtime, f"as {host.name} has it in fabric.yaml"
     for run in reversed(facts.get("runs", [])):
         known = (run.get("run") or {}).get("runtime")
-        if name is not None and run["name"] == name and run["alive"] and known in ("compose", "process"):
+        if name is not None and run["name"] == name and run["alive"] and known in (*CONTAINED, "process"):
             return known, f"as {run['run_id']}, which is in progress"
     engine, missing = facts["engine"], lacking(facts["engine"])
     if host.is_local:

@@ -160,9 +160,9 @@ def demo() -> Service:
 def image(
     root: Path, host: HostSettings, settings: RunSettings, facts: Mapping[str, Any]
 ) -> Image | Used | None:
-    """The image that a run needs, from the checkout `root`; None unless the runtime is compose."""
+    """The image that a run needs, from the checkout `root`; None unless the run lives in a container."""
     runtime, _ = runtimes.choose(host, facts, settings.name)
-    if runtime != "compose":
+    if runtime not in runtimes.CONTAINED:
         return None
     if settings.image.use is not None:
         return Used(settings.image.use)
@@ -287,7 +287,7 @@ class Trial:
 
 
 # Looks whether the container's user can write where the run will, then becomes the trainer's --check-config.
-_TRIAL = """\
+TRIAL = """\
 import json, os, shutil, sys
 asked = json.loads(sys.argv[1])
 for mode, paths in ((os.W_OK | os.X_OK, asked["written"]), (os.R_OK, asked["read"])):
@@ -331,7 +331,7 @@ def trial(
         "check": ours,
     }
     interpreter = run.command[0] if ours else "python3"
-    service = {"volumes": mounts, "command": [interpreter, "-c", _TRIAL, json.dumps(asked)]}
+    service = {"volumes": mounts, "command": [interpreter, "-c", TRIAL, json.dumps(asked)]}
     return Trial(
         [*_compose(facts, release_path), "--file", "-", "run", "--rm", "--no-deps", "-T", SERVICE],
         client_environment(facts),
