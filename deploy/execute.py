@@ -14,7 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import again, boot, bootunit, evicting, evidence, lock, onhost, release, secrets, switch, weights
+from deploy import (
+    again,
+    boot,
+    bootunit,
+    evicting,
+    evidence,
+    lock,
+    onhost,
+    pct_template,
+    release,
+    secrets,
+    switch,
+    weights,
+)
 from deploy import image as images
 from deploy.errors import Changed, DeployError
 from deploy.host import Host, HostError
@@ -123,7 +136,7 @@ def start(
         held.check()
         run_path = secrets_file = container = None
         try:
-            container = _container(plan, host, facts, report) if plan.runtime == "pct" else None
+            container = _container(plan, host, facts, work, report) if plan.runtime == "pct" else None
             run_path, run = _new_run(host, plan, facts, work.run, values)
             secrets_file = run.secrets_file
             begin = start_spec(plan, facts, run, run_path, work.python, container)
@@ -226,18 +239,21 @@ def try_container(plan: Plan, host: Host, facts: Mapping[str, Any], run: status.
         raise DeployError(f"{host.name} cannot start a container of {plan.name}: {last}")
 
 
-def _container(plan: Plan, host: Host, facts: Mapping[str, Any], report: Report) -> dict[str, Any]:
+def _container(
+    plan: Plan, host: Host, facts: Mapping[str, Any], work: Work, report: Report
+) -> dict[str, Any]:
     """Have the release's Proxmox container: {vmid, made (whether it is new), which (see `pct_host`)}."""
     which = pct.container_spec(plan.name, str(plan.release), plan.layout, facts, plan.image)
-    found = onhost.ask(
-        host,
-        "deploy.pct_host:ensure",
-        which,
-        dict(plan.making or {}),
-        timeout=PCT_SILENCE,
-        progress=lambda text: report(text) if text else None,
-    )
-    return {**found, "which": which}
+    long: dict[str, Any] = {"timeout": PCT_SILENCE, "progress": lambda text: report(text) if text else None}
+    vmid = onhost.ask(host, "deploy.pct_host:existing", which, **long)
+    made = vmid is None
+    if made:
+        making = {
+            **(plan.making or {}),
+            "template": pct_template.provide(plan, host, facts, work.image, report),
+        }
+        vmid = onhost.ask(host, "deploy.pct_host:make", which, making, **long)
+    return {"vmid": vmid, "made": made, "which": which}
 
 
 def pct_trial(

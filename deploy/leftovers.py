@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import files, procfs, weights_uses
+from deploy import files, pct_host, procfs, weights_uses
 from trainer import status
 
 MANIFEST = ".drafthouse.json"  # in every copy of weights or data that we made
@@ -36,8 +36,8 @@ def survey(state: str, shm: str) -> dict[str, Any]:
     """All that could be removed, and what says whether it may be. Sizes in bytes, times in Unix seconds.
 
     names {name: {current, previous, releases [item], checkpoints [item], latest, busy}}, runs [item with
-    run_id, name, alive, release, image, reason, uses], copies [item], shipped (item with reference, or null),
-    tools [item], boot (a name of tools), leftovers [item]; an item is {path, id, bytes, modified}, `uses` are
+    run_id, name, alive, release, image, reason, uses], containers [{id, name, release,
+    running}] (of Proxmox), copies [item], shipped (item with reference, or null), tools [item], boot (a name of tools), leftovers [item]; an item is {path, id, bytes, modified}, `uses` are
     the copies that run.json or boot.json name, `busy` says who deploys the name just now, and `reference` is
     the image whose layers have been shipped, or null.
     """
@@ -52,6 +52,7 @@ def survey(state: str, shm: str) -> dict[str, Any]:
     return {
         "time": time.time(),
         "names": {path.name: _name(path) for path in _entries(root / "names") if path.is_dir()},
+        "containers": pct_host.listing(state),
         "runs": [_run(run, copies) for run in status.list_runs(root / "runs")],
         "copies": [_item(path) for path in copies],
         "shipped": _shipped(root),

@@ -143,8 +143,8 @@ def image(reference: str, address: str | None) -> bool | None:
 def storages(template: str | None, paths: list[str]) -> dict[str, Any]:
     """What only a Proxmox host of the pct runtime is asked, since it takes Perl's second.
 
-    ``{"space": see pve.space, "template": whether a template of one's own is there (None: not asked), "links":
-    those of `paths` that lead through a symbolic link}``
+    ``{"space": see pve.space, "template": whether a template of one's own is there (None: not asked),
+    "links": those of `paths` that lead through a symbolic link}``
     """
     return {
         "space": pve.space(),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy import pct_conf, procfs, pve
+from deploy import machine, pct_conf, procfs, pve
 from deploy.errors import DeployError
 from deploy.pct_conf import Mark
 from trainer import status
@@ -41,6 +41,10 @@ TEMPLATE = re.compile(
 )
 
 Progress = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """A progress report that nobody reads."""
 
 
 def drop_rights(inside: str) -> list[str]:
@@ -83,16 +87,18 @@ def _read(vmid: int) -> pct_conf.Conf | None:
 # -- making one --------------------------------------------------------------------------------------------
 
 
-def ensure(which: dict[str, Any], make: dict[str, Any], progress: Progress | None = None) -> dict[str, Any]:
-    """Have the container of a release: ``{"vmid", "made"}``; `make` is {template, rootfs, range}.
+def existing(which: dict[str, Any], progress: Progress = silent) -> int | None:
+    """The container of a release, if it is there. What a deploy that was killed has begun is gone then."""
+    clear_half_made(which["state"], which["name"], progress)
+    return find(which)
+
+
+def make(which: dict[str, Any], make: dict[str, Any], progress: Progress = silent) -> int:
+    """Make the container of a release; its id. `make` is {template, rootfs, range}.
 
     Raises DeployError, and leaves nothing, if it cannot be made.
     """
-    say = progress or (lambda text: None)
-    clear_half_made(which["state"], which["name"], say)
-    found = find(which)
-    if found is not None:
-        return {"vmid": found, "made": False}
+    say = progress
     template = Path(which["conf"]).read_text(encoding="utf-8", errors="surrogateescape")
     refused: set[int] = set()
     for _ in range(TRIES):
@@ -100,7 +106,7 @@ def ensure(which: dict[str, Any], make: dict[str, Any], progress: Progress | Non
         say(f"making container {vmid} from {make['template']}")
         problem = _create(vmid, which, make, pct_conf.parse(template), say)
         if problem is None:
-            return {"vmid": vmid, "made": True}
+            return vmid
         if "already exists" not in problem:
             raise DeployError(_sentence(vmid, problem, make))
         refused.add(vmid)
@@ -366,11 +372,25 @@ def discard(vmid: int, which: dict[str, Any], run_path: str | None) -> None:
         _pct("destroy", str(vmid), "--purge", "1")
 
 
+def listing(state: str) -> list[dict[str, Any]]:
+    """The containers of this state root: ``{"id", "name", "release", "running"}``."""
+    found, running = [], pve.active()
+    for vmid in pve.ids():
+        mark = ours(vmid, state)
+        if mark:
+            found.append({"id": vmid, "name": mark.name, "release": mark.release, "running": vmid in running})
+    return found
+
+
 def remove(vmid: int, state: str) -> str | None:
-    """Remove a container of ours that is stopped; why not, if it stays. For `fab prune`."""
-    if ours(vmid, state) is None:
-        return "is not ours"
+    """Remove a container of `listing`; why not, if it stays. The caller holds the name's deploy lock."""
+    mark = ours(vmid, state)
+    if mark is None:
+        return "it is not ours"
     if vmid in pve.active():
-        return "is running"
+        return "it is running"
+    home = Path(state, "names", mark.name)
+    if mark.release in (machine.link(home / "current"), machine.link(home / "previous")):
+        return "its release is current or previous"
     code, out, err = _pct("destroy", str(vmid), "--purge", "1", timeout=CREATE_TIMEOUT)
     return None if code == 0 else _cause(err) or _cause(out) or f"pct destroy ended with {code}"

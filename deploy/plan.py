@@ -386,6 +386,8 @@ def _image(
     wanted = survey.image
     if not isinstance(wanted, images.Image):
         return ("there", "as it is on the host") if wanted else (None, "")
+    if runtimes.choose(host, survey.facts, run.name)[0] == "pct":
+        return "there", "brought as a template, if its container is still to be made"
     where: images.Build = build or run.image.build or host.build or "host"
     action = images.plan(survey.facts, wanted, where)
     return action, images.words(survey.facts, wanted, action, host.name)

@@ -194,28 +194,30 @@ def _memory(survey: Survey, host: HostSettings, run: RunSettings, found: Devices
         where = "memory: in the run's file" if run.memory else "pct: memory in fabric.yaml"
         yield bad(
             "memory",
-            f"memory is {given}, but weights and run need {size(need)}: the container would be throttled, then killed",
+            f"memory is {given}, but weights and run need {size(need)}: the container would be "
+            "throttled, then killed",
             f"set {where} to {-(-need // (1 << 30)) + 1}g or more, or remove it",
         )
     if total is not None and (has if given else need) > total:
         yield bad(
             "memory",
-            f"the container needs {size(has if given else need)} of memory, but {host.name} has {size(total)}",
+            f"the container needs {size(has if given else need)} of memory, but {host.name} has "
+            f"{size(total)}",
             "lower memory:, or deploy to a larger machine",
         )
     need_shm, has_shm = compose.shm_bytes(found.count), compose.container_shm(run, found.count)
     if has_shm < need_shm:
         yield bad(
             "shm",
-            f"shm_size is {run.shm_size}, but PyTorch's loaders and NCCL may need {need_shm >> 20} MiB in the "
-            "container's /dev/shm, and would end in a bus error",
+            f"shm_size is {run.shm_size}, but PyTorch's loaders and NCCL may need {need_shm >> 20} MiB in "
+            "the container's /dev/shm, and would end in a bus error",
             "remove shm_size, or enlarge it",
             warning=run.command is not None,
         )
 
 
 def _devices(facts: Facts, host: HostSettings, found: Devices) -> Iterator[Check]:
-    """The device files, which may be missing after a boot until something loads the module, and the library."""
+    """The device files, which are missing after a boot until something loads the module; the library."""
     if not found.ids:
         return
     known = {node["path"]: node for node in facts["pve"]["nodes"]}
@@ -224,8 +226,8 @@ def _devices(facts: Facts, host: HostSettings, found: Devices) -> Iterator[Check
     if missing:
         yield bad(
             "gpus",
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not there on {host.name}, and without "
-            "it no process can use a GPU",
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not there on {host.name}, and "
+            "without it no process can use a GPU",
             "run nvidia-modprobe -u -c0 there",
         )
     if strange:
@@ -239,7 +241,8 @@ def _devices(facts: Facts, host: HostSettings, found: Devices) -> Iterator[Check
     if driver and not any(one["name"] == "libcuda.so.1" for one in libraries):
         yield bad(
             "driver",
-            f"{host.name} has the NVIDIA driver {driver}, but not its libcuda.so.1, which a container gets from it",
+            f"{host.name} has the NVIDIA driver {driver}, but not its libcuda.so.1, which a "
+            "container gets from it",
             f"install the libraries of the same driver there (the whole .run file of {driver}, or libcuda1)",
         )
     for one in libraries:
@@ -277,7 +280,8 @@ def _paths(places: Iterable[compose.Mount], host: HostSettings, links: Sequence[
         if re.search(r"[,=\s\x00-\x1f\x7f]", mount.source):
             yield bad(
                 "mounts",
-                f"{mount.source!r} has a blank, a comma or '=', which no mount of a Proxmox container can hold",
+                f"{mount.source!r} has a blank, a comma or '=', which no mount of a Proxmox "
+                "container can hold",
                 "choose another place for it",
             )
     for path in links:
@@ -388,7 +392,8 @@ def _enough(one: Facts, need: int) -> Iterator[Check]:
         wanted = -(-need // MIB)
         yield bad(
             "memory",
-            f"container {one['id']} may have {size(has * MIB)} of memory, but weights and run need {size(need)}",
+            f"container {one['id']} may have {size(has * MIB)} of memory, but weights and run "
+            f"need {size(need)}",
             f"run pct set {one['id']} --memory {wanted}",
         )
 

@@ -35,9 +35,9 @@ Report = Callable[[str], None]
 class Item:
     """One thing that is removed: a directory on the host, or an image by its tag."""
 
-    kind: str  # release | run | checkpoints | weights | data | tool | leftover | image | layers
+    kind: str  # release | run | checkpoints | container | weights | data | tool | leftover | image | layers
     what: str  # for people
-    path: str  # or the image's tag
+    path: str  # or the image's tag, or the id of a Proxmox container
     bytes: int
     name: str = ""  # the experiment, if it belongs to one
 
@@ -95,6 +95,7 @@ def decide(
         if name in (None, owner) and owner not in at_work:
             items += _releases(owner, home, runs, keep)
             items += _checkpoints(owner, home, runs, kept_runs)
+            items += _containers(owner, home, runs, found.get("containers") or ())
     items += [
         Item("run", run["run_id"], run["path"], run["bytes"], run["name"])
         for run in runs
@@ -148,9 +149,7 @@ def _kept_runs(found: Mapping[str, Any], keep: int) -> set[str]:
 
 
 def _releases(name: str, home: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], keep: int) -> list[Item]:
-    must = {home["current"], home["previous"]}
-    own = [run for run in runs if run["name"] == name]
-    must |= {run["release"] for run in own if run["alive"]} | {run["release"] for run in own[-1:]}
+    must = _must(name, home, runs)
     # By their newest run: the same release may be started again long after it was written.
     last = {run["release"]: number for number, run in enumerate(runs) if run["name"] == name}
     others = sorted(
@@ -159,6 +158,31 @@ def _releases(name: str, home: Mapping[str, Any], runs: Sequence[Mapping[str, An
     )
     gone = others[: max(0, len(others) - max(0, keep - len(must - {None})))]
     return [Item("release", f"{name} {item['id']}", item["path"], item["bytes"], name) for item in gone]
+
+
+def _must(name: str, home: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> set[str | None]:
+    """The releases that are needed: current, the one before, what runs, what ran last."""
+    own = [run for run in runs if run["name"] == name]
+    return {
+        home["current"],
+        home["previous"],
+        *(run["release"] for run in own if run["alive"] or run is own[-1]),
+    }
+
+
+def _containers(
+    name: str,
+    home: Mapping[str, Any],
+    runs: Sequence[Mapping[str, Any]],
+    containers: Iterable[Mapping[str, Any]],
+) -> list[Item]:
+    """Proxmox containers of releases that are needed no more. They are gigabytes, a release is not."""
+    must = _must(name, home, runs)
+    return [
+        Item("container", f"{one['id']}, of {name} {one['release']}", str(one["id"]), 0, name)
+        for one in containers
+        if one["name"] == name and one["release"] not in must and not one["running"]
+    ]
 
 
 def _checkpoints(
@@ -261,7 +285,7 @@ def carry_out(
     for item in made.items:
         groups.setdefault("" if item.kind == "image" else item.name, []).append(item)
     for name, items in sorted(groups.items()):
-        paths = [item.path for item in items if item.kind != "image"]
+        paths = [item.path for item in items if item.kind not in ("image", "container")]
         if not paths:
             continue
         try:
@@ -275,6 +299,8 @@ def carry_out(
         freed += sum(item.bytes for item in items if item.path in gone)
         stayed += [f"{path} {why}" for path, why in done["kept"]]
     for item in made.items:
+        if item.kind == "container":
+            stayed += _remove_container(item, host, state, report, lock_wait)
         if item.kind == "image":
             now = onhost.ask(host, "deploy.leftovers:at_work", state)
             if now["busy"] or item.path in now["images"]:
@@ -287,6 +313,19 @@ def carry_out(
             else:
                 freed += item.bytes
     return freed, stayed
+
+
+def _remove_container(item: Item, host: Host, state: str, report: Report, lock_wait: Patience) -> list[str]:
+    """Why a Proxmox container stayed, as a sentence; none if it is gone."""
+    try:
+        with lock.hold(host, state, item.name, "prune", lock_wait.left, waiting=report):
+            words = (int(item.path), state)
+            why = onhost.ask(host, "deploy.pct_host:remove", *words, timeout=_REMOVE_TIMEOUT)
+    except HostError:
+        raise
+    except DeployError as error:
+        why = str(error)
+    return [f"container {item.path} stays: {why}"] if why else []
 
 
 def _remove_of(

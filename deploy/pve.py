@@ -118,9 +118,7 @@ def mapped_ids() -> bool:
     if machine.program("newuidmap") is None:
         return True
     wanted = f"root:{ID_OFFSET}:{ID_COUNT}"
-    return all(
-        wanted in _text(f"/etc/{name}").split() for name in ("subuid", "subgid")
-    )
+    return all(wanted in _text(f"/etc/{name}").split() for name in ("subuid", "subgid"))
 
 
 def device_nodes() -> list[dict[str, Any]]:
@@ -146,7 +144,7 @@ def device_nodes() -> list[dict[str, Any]]:
 
 
 def driver_libraries() -> list[dict[str, Any]]:
-    """The driver's libraries, by the names under which programs load them. The container has none of its own."""
+    """The driver's libraries, by the names under which programs load them. A container has none itself."""
     found: dict[str, dict[str, Any]] = {}
     for place in gpus.LIBRARY_PLACES:
         for name in LIBRARIES:

@@ -1,6 +1,6 @@
 """The pct runtime: a Proxmox container of our own for each release, rendered by templates/pct.conf.j2. Pure.
 
-Its sibling is `compose`: the same mounts, the same launch under tini, the same user. What differs is Proxmox's:
+Its sibling is `compose`: the same mounts, the same launch under tini, the same user. What differs:
 
 - A new release is a new container, made from its template while the old one works. The switch shuts that one
   down and starts the new one; the old one stays, stopped, and a rollback starts it again.
@@ -286,7 +286,7 @@ def device_files(found: Devices, facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def libraries(known: Mapping[str, Any]) -> list[LateMount]:
-    """The driver's libraries: they have to be the host's, whose module they talk to. (Docker's toolkit does it.)"""
+    """The driver's libraries: they have to be the host's, whose module they talk to, as with Docker."""
     triplet = {"arm64": "aarch64-linux-gnu"}.get(known.get("arch") or "", "x86_64-linux-gnu")
     return [
         LateMount(one["path"], f"/usr/lib/{triplet}/{one['name']}", file=True)
