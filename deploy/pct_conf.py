@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 MARK = "drafthouse"
+VARIABLE = "DRAFTHOUSE_CONTAINER"  # holds the same as the mark
 # What a release's pct.conf has for what it cannot know; see `complete`.
 RUN, SECRETS, RELEASE, ROOTFS, STATE = (
     f"${{DRAFTHOUSE_{word}}}" for word in ("RUN", "SECRETS", "RELEASE", "ROOTFS", "STATE")
@@ -65,8 +66,14 @@ class Conf:
 
     @property
     def mark(self) -> Mark | None:
-        """By which we know it for ours; None for anybody else's."""
-        for line in self.description:
+        """By which we know it for ours; None for anybody else's.
+
+        It begins the description, since `pct create` can write nothing else; and as people write notes there,
+        it stands once more among the variables.
+        """
+        variables = [value.partition("=")[::2] for key, value in self.lxc if key == "lxc.environment"]
+        again = [f"{MARK} {value}" for name, value in variables if name == VARIABLE]
+        for line in (*again, *self.description):
             word, _, rest = line.strip().partition(" ")
             if word == MARK:
                 found = dict(part.partition("=")[::2] for part in rest.split())
@@ -113,11 +120,12 @@ def complete(template: str, *, run: str, secrets: str | None, mark: Mark, rootfs
         (RUN, run),
         (SECRETS, secrets or ""),
         (RELEASE, mark.release),
-        (STATE, escape(quote(mark.state, safe="/"))),
+        (STATE, quote(mark.state, safe="/")),
         (ROOTFS, rootfs),
     ):
         template = template.replace(word, value)
-    return template
+    lines = (comment(line[1:]) if line.startswith("#") else line for line in template.split("\n"))
+    return "\n".join(lines)
 
 
 def without(template: str, *keys: str) -> str:
@@ -133,11 +141,13 @@ def without(template: str, *keys: str) -> str:
 def differences(there: Conf, wanted: Conf) -> list[tuple[str, str | None, str | None]]:
     """(key, what is there, what was deployed) for each difference; None for what is not there.
 
-    Raw lines of one key are compared as a whole, since their order counts.
+    Raw lines of one key are compared as a whole, since their order counts. What a variable holds that somebody
+    has added is not told: it may be a secret.
     """
     before, now = _flat(wanted), _flat(there)
+    shown = {key: "set" if key.startswith("lxc.env") and key not in before else now[key] for key in now}
     return [
-        (key, now.get(key), before.get(key))
+        (key, shown.get(key), before.get(key))
         for key in [*before, *(key for key in now if key not in before)]
         if now.get(key) != before.get(key)
     ]
@@ -146,6 +156,9 @@ def differences(there: Conf, wanted: Conf) -> list[tuple[str, str | None, str | 
 def _flat(conf: Conf) -> dict[str, str]:
     found = {key: value for key, value in conf.values.items() if key not in UNCOMPARED}
     for key, value in conf.lxc:
+        if key == "lxc.environment":
+            name, _, value = value.partition("=")
+            key = f"{key} {name}"
         found[key] = f"{found[key]}, {value}" if key in found else value
     return found
 

@@ -16,7 +16,6 @@ filter        the value as
 ``pct``       a path within a property of a Proxmox container, like ``mp0: {{ path | pct }},mp=/data``
 ``pct_path``  a path in its raw ``lxc.mount.entry``
 ``pct_value`` the rest of a line there
-``pct_comment`` a line of its description
 ============  ==================================================================================
 """
 
@@ -29,7 +28,7 @@ from typing import Any
 
 import jinja2
 
-from deploy import CHECKOUT, pct_conf
+from deploy import CHECKOUT
 
 TEMPLATES = CHECKOUT / "templates"
 
@@ -150,7 +149,6 @@ _environment.filters.update(
     pct=pct,
     pct_path=pct_path,
     pct_value=pct_value,
-    pct_comment=pct_conf.comment,
 )
 
 

@@ -168,6 +168,7 @@ def conf_file(container: Container) -> str:
     return render.render(
         "pct.conf.j2",
         mark=f"{pct_conf.MARK} name={container.name} release={pct_conf.RELEASE} state={pct_conf.STATE}",
+        variable=pct_conf.VARIABLE,
         title="fab deploy makes a container for each release and starts it; fab prune removes old ones.",
         rootfs=pct_conf.ROOTFS,
         directory=RUN_DIR,
