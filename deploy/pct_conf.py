@@ -141,8 +141,8 @@ def without(template: str, *keys: str) -> str:
 def differences(there: Conf, wanted: Conf) -> list[tuple[str, str | None, str | None]]:
     """(key, what is there, what was deployed) for each difference; None for what is not there.
 
-    Raw lines of one key are compared as a whole, since their order counts. What a variable holds that somebody
-    has added is not told: it may be a secret.
+    Raw lines of one key are compared as a whole, since their order counts. What a variable holds that
+    somebody has added is not told: it may be a secret.
     """
     before, now = _flat(wanted), _flat(there)
     shown = {key: "set" if key.startswith("lxc.env") and key not in before else now[key] for key in now}
@@ -175,11 +175,12 @@ def read(path: str | Path) -> Conf | None:
 
 
 @contextlib.contextmanager
-def locked(vmid: int, place: str = LOCKS) -> Iterator[None]:
+def locked(vmid: int, place: str | None = None) -> Iterator[None]:
     """Hold the lock that `pct` takes while it reads, changes and writes a configuration.
 
     Raises TimeoutError if somebody else holds it for too long.
     """
+    place = place or LOCKS
     os.makedirs(place, exist_ok=True)
     lock = os.open(f"{place}/pve-config-{vmid}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -35,7 +35,7 @@ SPACE = re.compile(
     r"no space left|not enough|out of space|insufficient|disk quota|cannot allocate", re.IGNORECASE
 )
 TEMPLATE = re.compile(
-    r"does not exist|no such (file|volume)|unable to parse|unrecognized|not look like a template|tar: |"
+    r"does not exist|no such (file|volume)|unable to parse|unrecognized|not look like a template|\btar\b|"
     r"unable to detect|extract|OCI",
     re.IGNORECASE,
 )
@@ -208,7 +208,7 @@ def _cause(text: str) -> str:
     telling = [line for line in lines if SPACE.search(line)] or [
         line for line in lines if re.search(r"unable|error|fail|cannot|not |4\d\d ", line, re.IGNORECASE)
     ]
-    return (telling or lines or [""])[-1]
+    return re.sub(r"command '(\S+) .*' failed", r"\1 failed", (telling or lines or [""])[-1])
 
 
 def _sentence(vmid: int, problem: str, make: dict[str, Any]) -> str:

@@ -23,9 +23,10 @@ def provide(plan: Plan, host: Host, facts: Mapping[str, Any], image: Image | Non
     if image is None:
         raise DeployError(
             f"the container of release {plan.release} of {plan.name} is gone from {plan.host}, and "
-            "with it its image; fab deploy makes one, from the commit that made that release if it must be the same"
+            "with it its image; fab deploy makes one, from the commit that made that release if it must be "
+            "the same"
         )
     raise DeployError(
-        f"an image of this checkout cannot be brought to {plan.host} yet; name a template that is there, like "
-        "image: {use: local:vztmpl/my.tar.zst}"
+        f"an image of this checkout cannot be brought to {plan.host} yet; name a template that is there, "
+        "like image: {use: local:vztmpl/my.tar.zst}"
     )

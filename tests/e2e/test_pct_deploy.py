@@ -1,5 +1,7 @@
 """The whole deploy of containers of our own to a Proxmox host: by SSH, over real LXC, as people type it."""
 
+# ruff: noqa: E501  (files and sentences, as they are)
+
 from __future__ import annotations
 
 import json
@@ -15,8 +17,8 @@ import pytest
 import yaml
 from deployed import CHECKOUT, TRAINER, Place, until
 from fabbed import FAB, call
-from tests.testbed.pct import template
 
+from tests.testbed.pct import template
 from trainer import status
 
 NAME = "made1"
@@ -182,3 +184,43 @@ def test_a_container_is_made_replaced_brought_back_and_stopped(made: Made) -> No
     assert not fourth.alive()
     until(lambda: not made.running(100))
     assert made.containers == [100, 101]
+
+
+def test_what_cannot_be_made_is_said_and_leaves_the_run_in_progress_and_nothing_else(made: Made) -> None:
+    made.host(unprivileged=False)
+    made.ok("deploy", "--no-follow")
+    (run,) = made.runs
+    until(lambda: "step 3\n" in made.log(run))
+    assert "user 10001 pid " in made.log(run)  # not root, though its root would be ours
+    assert run.path.stat().st_gid == 10001
+
+    (made.box.templates / "junk.tar").write_bytes(b"nothing")
+    for changes, said in (
+        (
+            {"image": {"use": "local:vztmpl/none.tar"}},
+            "there is no template local:vztmpl/none.tar on gpu-box",
+        ),
+        ({"image": {"use": "local:vztmpl/junk.tar"}}, "is local:vztmpl/junk.tar a whole template?"),
+        ({"command": ["no-such-program"]}, "there is no program no-such-program in the image"),
+    ):
+        made.write(**changes)
+        assert said in made.refused("deploy", "--no-follow")
+    made.write()
+    made.host(unprivileged=False, storage="nowhere")
+    assert "gpu-box has no storage nowhere; set pct: storage in fabric.yaml to" in made.refused("restart")
+    made.host(unprivileged=False, storage="small")
+    assert "the storage small of gpu-box has" in made.refused("restart", "--no-follow")
+    made.host(unprivileged=True)
+    assert "fab stop --name made1 first" in made.refused("restart", "--no-follow")
+    made.host(unprivileged=False)
+    stranger = made.box.container(200, hostname="drafthouse-made1", running=False)
+    assert "a container 200 called drafthouse-made1, that Drafthouse did not make" in made.refused("restart")
+    stranger.remove()
+    conf = made.box.conf(100)
+    conf.write_text(conf.read_text() + "lock: backup\n")
+    assert "container 100 is locked (backup)" in made.refused("restart", "--no-follow")
+    conf.write_text(conf.read_text().replace("lock: backup\n", ""))
+
+    assert run.alive()
+    assert (made.containers, len(made.runs)) == ([100], 1)
+    assert not (made.box.state / "names" / NAME / "making.json").exists()

@@ -161,6 +161,14 @@ def test_what_a_switch_is_about_to_start_stays() -> None:
     assert (what(made, "release"), what(made, "weights")) == (["demo r2"], [])
 
 
+def test_containers_of_proxmox_stay_for_what_start_and_rollback_need_and_while_they_run() -> None:
+    runs = [run(number, f"release{number}") for number in range(1, 6)]
+    made = [{"id": 100 + n, "name": "demo", "release": f"release{n}", "running": n == 2} for n in range(1, 6)]
+    made += [{"id": 200, "name": "other", "release": "release1", "running": False}]
+    decided = prune.decide("box", found(runs, containers=made), keep=9)
+    assert what(decided, "container") == ["101, of demo release1", "103, of demo release3"]
+
+
 def test_while_a_name_is_being_deployed_nothing_of_it_goes_and_nothing_shared() -> None:
     runs = [
         *(run(number, "a") for number in range(1, 4)),

@@ -13,7 +13,6 @@ import yaml
 from samples import facts, recipe, run
 
 from deploy import CHECKOUT, runtimes
-from deploy.errors import DeployError
 from deploy.image import Image
 from deploy.release import Layout
 from deploy.runtimes import compose, process
@@ -68,12 +67,11 @@ def test_a_run_in_progress_keeps_its_runtime_though_the_engine_does_not_answer()
     assert runtimes.choose(BOX, over, "demo")[0] == "process"
 
 
-def test_a_runtime_that_cannot_be_deployed_to_yet_is_one_sentence() -> None:
-    with pytest.raises(DeployError) as caught:
-        runtimes.choose(BOX.model_copy(update={"runtime": "pct"}), facts())
-    assert str(caught.value) == (
-        "box has runtime: pct in fabric.yaml, which this version cannot deploy to; set runtime: compose or process"
-    )
+def test_proxmox_is_taken_if_it_is_said() -> None:
+    said = runtimes.choose(BOX.model_copy(update={"runtime": "pct"}), facts())
+    assert said == ("pct", "as box has it in fabric.yaml")
+    going_on = {**facts(), "runs": [run(run={"runtime": "pct"})]}
+    assert runtimes.choose(BOX, going_on, "demo") == ("pct", "as 0007-demo, which is in progress")
 
 
 # -- the image ---------------------------------------------------------------------------------------------

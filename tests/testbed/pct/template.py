@@ -1,4 +1,4 @@
-"""A template that containers are made from in a moment: Python, a shell and tini, and little besides (30 MB)."""
+"""A template that containers are made from in a moment: Python, a shell, tini, and little besides (30 MB)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from . import rootfs
 
 # Of the tests' Debian: by the beginning of a path below its root.
 WANTED = (
-    "usr/bin/cat usr/bin/dash usr/bin/env usr/bin/id usr/bin/ls usr/bin/python3 usr/bin/setpriv usr/bin/sh "
-    "usr/bin/sleep usr/bin/tini usr/lib/locale/C.utf8 usr/lib/python3.11/ usr/lib64/ld-linux-x86-64 "
-    "usr/lib/x86_64-linux-gnu/ld-linux-x86-64 etc/passwd etc/group etc/ld.so"
-).split()
+    *("usr/bin/cat", "usr/bin/dash", "usr/bin/env", "usr/bin/id", "usr/bin/ls", "usr/bin/python3"),
+    *("usr/bin/setpriv", "usr/bin/sh", "usr/bin/sleep", "usr/bin/tini", "usr/lib/locale/C.utf8"),
+    *("usr/lib/python3.11/", "usr/lib64/ld-linux-x86-64", "usr/lib/x86_64-linux-gnu/ld-linux-x86-64"),
+    *("etc/passwd", "etc/group", "etc/ld.so"),
+)
 LIBRARIES = re.compile(
     r"usr/lib/x86_64-linux-gnu/lib(c|m|z|dl|rt|pthread|util|expat|selinux|pcre2-8|cap-ng|crypto|ssl|ffi|lzma|bz2"
     r"|uuid|crypt|gcc_s)[-.]"
@@ -57,5 +58,5 @@ def _fill(archive: tarfile.TarFile, root: Path) -> None:
     for folder, folders, names in os.walk(root):
         for name in sorted((*names, *folders)):
             path = os.path.relpath(os.path.join(folder, name), root)
-            if (path.startswith(tuple(WANTED)) or LIBRARIES.match(path)) and not UNWANTED.search(f"{path}/"):
+            if (path.startswith(WANTED) or LIBRARIES.match(path)) and not UNWANTED.search(f"{path}/"):
                 archive.add(root / path, f"./{path}", recursive=False)
