@@ -226,6 +226,7 @@ def plan_again(
         root=goal.project.root,
         secrets_from=kept,
         restage=restage,
+        staged=again.source_of_weights(facts, run),
         heartbeats=run.command[1:4] == ["-u", "-m", "trainer"],
         first_heartbeat_timeout_seconds=waits.get(
             "first_heartbeat_timeout_seconds", execute.FIRST_HEARTBEAT_TIMEOUT

@@ -172,14 +172,23 @@ def restage(facts: Mapping[str, Any], host: str, run: status.Run) -> dict[str, s
     root = facts["shm"]["root"].rstrip("/") + "/"
     if not weights or not weights.startswith(root) or weights in [one["path"] for one in facts["weights"]]:
         return None
-    for other in reversed(facts["runs"]):
-        known = (other.get("boot") or {}).get("weights")
-        if other["name"] == run.name and isinstance(known, Mapping) and known.get("path") == weights:
-            return {key: str(known[key]) for key in ("source", "path", "digest")}
+    known = source_of_weights(facts, run)
+    if known:
+        return known
     raise DeployError(
         f"the weights of release {run.release.get('id')} of {run.name} ({weights}) are not in {host}'s "
         f"shared memory any more; fab deploy --name {run.name} puts them there"
     )
+
+
+def source_of_weights(facts: Mapping[str, Any], run: status.Run) -> dict[str, str] | None:
+    """From where a run's weights can be copied into shared memory, by what its name's runs have left."""
+    weights = staged_weights(run)
+    for other in reversed(facts["runs"]):
+        known = (other.get("boot") or {}).get("weights")
+        if other["name"] == run.name and isinstance(known, Mapping) and weights and known.get("path") == weights:
+            return {key: str(known[key]) for key in ("source", "path", "digest")}
+    return None
 
 
 def staged_weights(run: status.Run) -> str | None:

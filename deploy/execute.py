@@ -65,6 +65,7 @@ class Work:
     secrets_from: str | None = None  # a file on the host that is copied instead of `secrets`, for --same
     image: Image | None = None  # what the plan's image_action is about
     restage: Mapping[str, str] | None = None  # arguments of weights_store.stage, for a release that is there
+    staged: Mapping[str, str] | None = None  # the same, for the boot after this one, if they are there now
     rollback: str | None = None  # the run whose release is started again if the new one dies at once
     checkpoint_timeout_seconds: float = boot.CHECKPOINT_TIMEOUT
 
@@ -163,7 +164,7 @@ def start(
             }
             if back:
                 spec["rollback"] = back
-            staged = plan.weights.boot() if plan.weights else work.restage
+            staged = plan.weights.boot() if plan.weights else work.restage or work.staged
             places = [layout.checkpoints, layout.cache]
             again = boot.template(run, spec, staged, work.checkpoint_timeout_seconds, places)
             host.write(f"{run_path}/{boot.FILE}", json.dumps(again).encode(), mode=0o600)

@@ -36,7 +36,7 @@ def survey(state: str, shm: str) -> dict[str, Any]:
     """All that could be removed, and what says whether it may be. Sizes in bytes, times in Unix seconds.
 
     names {name: {current, previous, releases [item], checkpoints [item], latest, busy}}, runs [item with
-    run_id, name, alive, release, image, reason, uses], containers [{id, name, release, running}] (of Proxmox),
+    run_id, name, alive, release, image, reason, uses], containers [{id, name, release, running}] (Proxmox's),
     copies [item], shipped (item with reference, or null), tools [item], boot (a name of tools), leftovers
     [item]; an item is {path, id, bytes, modified}, `uses` are the copies that run.json or boot.json name,
     `busy` says who deploys the name just now, and `reference` is the image whose layers have been shipped, or

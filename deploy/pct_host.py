@@ -234,7 +234,12 @@ def _remove_half(vmid: int, state: str) -> None:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         if conf.values.get("lock"):
             pve.run("pct", "unlock", str(vmid), timeout=TIMEOUT)
-        pve.run("pct", "destroy", str(vmid), "--force", "1", "--purge", "1", timeout=TIMEOUT)
+        every = ("--force", "1", "--purge", "1", "--destroy-unreferenced-disks", "1")
+        pve.run("pct", "destroy", str(vmid), *every, timeout=TIMEOUT)
+    left = _read(vmid)
+    if left and not (set(left.values) - {"arch"}):  # without a root there is nothing that pct could destroy
+        with contextlib.suppress(OSError):
+            os.unlink(pve.conf_path(vmid))
 
 
 def clear_half_made(state: str, name: str, say: Progress) -> None:

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import yaml
-from deployed import CHECKOUT, TRAINER, Place, until
+from deployed import CHECKOUT, HOST, TRAINER, Place, until
 from fabbed import FAB, call
 
 from tests.testbed.pct import template
+from tests.testbed.pct.box import PveBox
+from deploy import bootunit, onhost
 from trainer import status
 
 NAME = "made1"
@@ -101,6 +103,11 @@ class Made:
     def log(self, run: status.RunDir) -> str:
         return "".join(path.read_text() for path in sorted(run.log.glob("*.log")))
 
+    def boot(self) -> str:
+        """What the unit does there, after a reboot; what it said."""
+        tool = onhost.install(HOST, str(self.box.state), bootunit.MODULES)  # (DRAFTHOUSE_BOOT=no left it out)
+        return str(self.box.run(*onhost.command(HOST, tool), str(self.box.state), NAME, timeout=120))
+
     def running(self, vmid: int) -> bool:
         return "running" in self.box.pct("status", str(vmid))
 
@@ -180,14 +187,30 @@ def test_a_container_is_made_replaced_brought_back_and_stopped(made: Made) -> No
     assert fourth.run().release == first.run().release
     assert "\nmemory: 600\n" in made.box.conf(100).read_text()  # as it was deployed
 
+    # A reboot: the container ends without a word, shared memory is empty, and this machine is not asked.
+    made.box.pct("stop", "100")
+    until(lambda: not fourth.alive())
+    shutil.rmtree(made.box.shm)
+    shutil.rmtree(made.model)
+    said = made.boot()
+    assert re.search(r"weights /dev/shm/\S+/model@\S+: copied", said), said
+    fifth = made.runs[4]
+    until(lambda: "step 3\n" in made.log(fifth))
+    assert "weights b'abcd'\n" in made.log(fifth)
+    assert made.running(100)
+
     assert made.ok("stop")
-    assert not fourth.alive()
+    assert not fifth.alive()
     until(lambda: not made.running(100))
     assert made.containers == [100, 101]
 
 
 def test_what_cannot_be_made_is_said_and_leaves_the_run_in_progress_and_nothing_else(made: Made) -> None:
     made.host(unprivileged=False)
+    begun = made.box.state / "names" / NAME / "making.json"  # as a deploy leaves it that was killed
+    begun.parent.mkdir(parents=True)
+    begun.write_text('{"vmid": 150, "release": "0123456789ab"}')
+    made.box.conf(150).write_text("lock: create\n")
     made.ok("deploy", "--no-follow")
     (run,) = made.runs
     until(lambda: "step 3\n" in made.log(run))
@@ -223,4 +246,38 @@ def test_what_cannot_be_made_is_said_and_leaves_the_run_in_progress_and_nothing_
 
     assert run.alive()
     assert (made.containers, len(made.runs)) == ([100], 1)
-    assert not (made.box.state / "names" / NAME / "making.json").exists()
+    assert not begun.exists()
+
+    made.write(command=["false"], restart={"attempts": 0})
+    done = made.run("deploy", "--no-follow", "--rollback-on-failure")
+    assert done.returncode == 1
+    back = made.runs[2]
+    assert f"runs again as {back.path.name}" in done.stdout + done.stderr
+    until(lambda: "step 3\n" in made.log(back))
+    assert made.running(100)
+
+
+def test_a_container_gets_its_gpus_and_an_address(testbed_directory: Path, tmp_path: Path) -> None:
+    box = PveBox(gpus=2)
+    box.start()
+    try:
+        made = Made(box, box.project(tmp_path / "project"), tmp_path)
+        made.host(bridge="vmbr0", ip="10.99.0.5/24", cores=1, order=7)
+        program = (
+            "import os, time; nodes = [n for n in os.listdir('/dev') if n.startswith('nvidia')]\n"
+            "print(*sorted(nodes), os.major(os.stat('/dev/nvidia1').st_rdev), os.listdir('/dev/nvidia-caps'))\n"
+            "print('net', '10.99.0.5' in open('/proc/net/fib_trie').read(), flush=True); time.sleep(600)"
+        )
+        made.write(command=["python3", "-u", "-c", program], gpus=[1], weights=None, shm_size="1536m")
+        made.ok("deploy", "--no-follow")
+        (run,) = made.runs
+        until(lambda: "net " in made.log(run))
+        assert "\nnet True\n" in made.log(run)
+        assert re.search(
+            r"\nnvidia-caps nvidia-modeset nvidia-uvm nvidia-uvm-tools nvidia1 nvidiactl 195 "
+            r"\['nvidia-cap[12]', 'nvidia-cap[12]'\]\n",
+            made.log(run),
+        ), made.log(run)
+        made.ok("stop", "--no-checkpoint")
+    finally:
+        box.stop()
