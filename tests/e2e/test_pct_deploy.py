@@ -248,7 +248,7 @@ def test_what_cannot_be_made_is_said_and_leaves_the_run_in_progress_and_nothing_
     assert (made.containers, len(made.runs)) == ([100], 1)
     assert not begun.exists()
 
-    made.write(command=["false"], restart={"attempts": 0})
+    made.write(command=["python3", "-c", "raise SystemExit(3)"], restart={"attempts": 0})
     done = made.run("deploy", "--no-follow", "--rollback-on-failure")
     assert done.returncode == 1
     back = made.runs[2]
