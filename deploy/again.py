@@ -186,7 +186,12 @@ def source_of_weights(facts: Mapping[str, Any], run: status.Run) -> dict[str, st
     weights = staged_weights(run)
     for other in reversed(facts["runs"]):
         known = (other.get("boot") or {}).get("weights")
-        if other["name"] == run.name and isinstance(known, Mapping) and weights and known.get("path") == weights:
+        if (
+            other["name"] == run.name
+            and isinstance(known, Mapping)
+            and weights
+            and known.get("path") == weights
+        ):
             return {key: str(known[key]) for key in ("source", "path", "digest")}
     return None
 

@@ -63,7 +63,7 @@ def for_pct(
         chosen = pct_form.form_for(asked, form, goal.settings.name)
     architecture = _architecture(goal.host) if named else None
     if run.image.use is not None:
-        return _own(run.image.use, chosen, progress)
+        return own(run.image.use, chosen, progress)
     variant = run.image.variant
     if variant == "auto":
         found = devices.choose(run.gpus, goal.facts(), run.name, goal.settings.name, "pct")
@@ -80,7 +80,12 @@ def of_checkout(
     progress: Progress,
 ) -> Archive:
     """The image that the checkout `root` makes, as an archive. `architecture` None: of the engine here."""
-    wanted = image.describe(root, settings, variant)
+    return of_image(image.describe(root, settings, variant), form, architecture, progress)
+
+
+def of_image(wanted: image.Image, form: Form, architecture: str | None, progress: Progress) -> Archive:
+    """The same for an image that is described already."""
+    variant = wanted.arguments["VARIANT"]
     key = f"{wanted.digest[:12]}-{architecture}" if architecture else wanted.digest[:12]
 
     def build() -> str:
@@ -93,7 +98,7 @@ def of_checkout(
     return pct_image.pack(key, variant, form, progress, build=build)
 
 
-def _own(reference: str, form: Form, progress: Progress) -> Archive:
+def own(reference: str, form: Form, progress: Progress) -> Archive:
     """An image that was not made by us, of this machine's engine."""
     found = image.there(Local(image.HERE), reference)
     if found is None:

@@ -10,7 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy import bootunit, budget, devices, mask, plantext, preflight, release, runtimes, secrets, strays
+from deploy import (
+    bootunit,
+    budget,
+    devices,
+    mask,
+    pct_template,
+    plantext,
+    preflight,
+    release,
+    runtimes,
+    secrets,
+    strays,
+)
 from deploy import image as images
 from deploy.errors import DeployError
 from deploy.health import number, table, verdict
@@ -384,10 +396,10 @@ def _image(
 ) -> tuple[images.Action | None, str]:
     """What has to be done for the image, and the plan's words for it."""
     wanted = survey.image
+    if wanted and runtimes.choose(host, survey.facts, run.name)[0] == "pct":
+        return "there", pct_template.words(wanted)
     if not isinstance(wanted, images.Image):
         return ("there", "as it is on the host") if wanted else (None, "")
-    if runtimes.choose(host, survey.facts, run.name)[0] == "pct":
-        return "there", "brought as a template, if its container is still to be made"
     where: images.Build = build or run.image.build or host.build or "host"
     action = images.plan(survey.facts, wanted, where)
     return action, images.words(survey.facts, wanted, action, host.name)

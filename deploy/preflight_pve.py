@@ -128,7 +128,7 @@ def _storages(known: Facts, survey: Survey, host: HostSettings, run: RunSettings
     root = pct.root_storage(host, survey.facts)
     space = (survey.storages or {}).get("space") or {}
     template = host.pct.template_storage
-    if run.image.use is not None:
+    if run.image.use is not None and pct.VOLUME in run.image.use:
         template = run.image.use.partition(":")[0]
         if (survey.storages or {}).get("template") is False:
             yield bad(

@@ -24,7 +24,7 @@ from deploy import (
 )
 from deploy.host import Host
 from deploy.release import Layout
-from deploy.runtimes import compose, process
+from deploy.runtimes import compose, pct, process
 from deploy.settings import TOY, HostSettings, Project, RunSettings
 from deploy.weights import Weights
 
@@ -114,7 +114,8 @@ def take(
             question.layout.cache,
             *([question.data.given] if question.data else []),
         ]
-        wanted["storages"] = {"template": run.image.use, "paths": paths}
+        volume = run.image.use if pct.VOLUME in (run.image.use or "") else None
+        wanted["storages"] = {"template": volume, "paths": paths}
     elif question.contained and run.image.use is not None and facts["engine"]["answers"]:
         wanted["image"] = {"reference": run.image.use, "address": facts["engine"].get("address")}
     answers = onhost.ask(host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 RUN_DIR = compose.RUN_DIR
 RELEASE_FILE = "pct.conf"  # in a release
 INIT_FILE = "app/init.sh"  # in a release whose template is not ours
+VOLUME = ":vztmpl/"  # in the name of a template that lies in a storage
 MIB = 1 << 20
 STOP_MARGIN_SECONDS = 10  # Proxmox kills so much later than launch, which then still tells how it ended
 MEMORY_MARGIN = 2 << 30  # bytes, or a quarter of what is known to be needed, if that is more
@@ -318,6 +319,7 @@ def making(host: HostSettings, facts: Mapping[str, Any], template: str) -> dict[
     bytes_ = sizes.parse(host.pct.rootfs) or 0
     return {
         "template": template,
+        "template_storage": host.pct.template_storage,
         "rootfs": f"{storage}:{max(1, math.ceil(bytes_ / (1 << 30)))}",
         "range": list(host.pct.range) if host.pct.range else None,
     }

@@ -18,9 +18,9 @@ import yaml
 from deployed import CHECKOUT, HOST, TRAINER, Place, until
 from fabbed import FAB, call
 
+from deploy import bootunit, onhost
 from tests.testbed.pct import template
 from tests.testbed.pct.box import PveBox
-from deploy import bootunit, onhost
 from trainer import status
 
 NAME = "made1"

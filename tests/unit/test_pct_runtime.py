@@ -156,6 +156,7 @@ def test_who_it_is_here_depends_on_the_containers_kind(tmp_path: Path) -> None:
 def test_the_first_storage_of_this_node_that_takes_roots_is_taken() -> None:
     assert pct.making(host(vmid="900-909"), proxmox(), "local:vztmpl/a.tar") == {
         "template": "local:vztmpl/a.tar",
+        "template_storage": "local",
         "rootfs": "zfs:24",
         "range": [900, 909],
     }
