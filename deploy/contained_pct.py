@@ -115,6 +115,8 @@ def up(run: status.RunDir, start: dict[str, Any]) -> tuple[PctContainer | None, 
     which = start["container"]
     vmid = int(which["vmid"])
     made = run.run()
+    if vmid in pve.active() and pct_host.ours(vmid, which["state"]):
+        pct_host.stop(vmid)  # by now no run of ours is in it: a trial, or somebody has started it by hand
     try:
         pct_host.configure(vmid, which, str(run.path), made.secrets_file if made else None)
     except (DeployError, OSError) as error:

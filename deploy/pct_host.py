@@ -28,7 +28,7 @@ MAKING = "making.json"  # below the name: which container is being made
 CREATE_TIMEOUT = 1800.0  # seconds; gigabytes are unpacked, maybe onto a storage on a network
 TIMEOUT = 60.0  # seconds, for what Proxmox does in seconds
 TRIAL_TIMEOUT = 180.0  # seconds; the trainer looks at its settings
-TRIAL_SECONDS = 600  # how long a trial's container lives if nobody ends it
+IDLE = "/bin/sleep 600"  # what a trial's container does, which ends so if nobody else ends it
 SIGN_OF_LIFE = 15.0  # seconds between two while one is made
 TRIES = 5  # ids that somebody else took in the meantime
 SPACE = re.compile(
@@ -312,13 +312,15 @@ def trial(vmid: int, which: dict[str, Any], asked: dict[str, Any]) -> str | None
     is wrong.
     """
     if vmid in pve.active():
-        return f"container {vmid} is the one of the run in progress, so it was not tried out"
+        conf = _read(vmid)
+        if conf is None or ("lxc.init.cmd", IDLE) not in conf.lxc:
+            return f"container {vmid} is the one of the run in progress, so it was not tried out"
+        stop(vmid)  # a trial whose deploy was killed
 
     def idle(text: str) -> str:
         lines = pct_conf.without(text, "net", "lxc.net").split("\n")
         return "\n".join(
-            f"lxc.init.cmd: /bin/sleep {TRIAL_SECONDS}" if line.startswith("lxc.init.cmd:") else line
-            for line in lines
+            f"lxc.init.cmd: {IDLE}" if line.startswith("lxc.init.cmd:") else line for line in lines
         )
 
     try:
@@ -355,7 +357,12 @@ def _started(vmid: int) -> Iterator[None]:
         yield
     finally:
         if vmid in pve.active():
-            code, _, err = _pct("stop", str(vmid))
+            stop(vmid)
+
+
+def stop(vmid: int) -> None:
+    """End a container at once."""
+    _pct("stop", str(vmid))
 
 
 def _pct(*words: str, timeout: float = TIMEOUT) -> tuple[int, str, str]:

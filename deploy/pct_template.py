@@ -1,7 +1,7 @@
 """The template that a release's container is made from: one that is there, or an image that is brought there.
 
-What `fab image.build --for pct` makes, a deploy makes by itself: an image of this machine's engine becomes one
-file in the template storage of the host. It is needed once for each container.
+What `fab image.build --for pct` makes, a deploy makes by itself: an image of this machine's engine becomes
+one file in the template storage of the host. It is needed once for each container.
 """
 
 from __future__ import annotations
