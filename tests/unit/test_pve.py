@@ -1,5 +1,7 @@
 """What is known of a Proxmox host without asking its programs, which take half a second each."""
 
+# ruff: noqa: E501  (sentences, as they are)
+
 from __future__ import annotations
 
 import json
@@ -133,3 +135,28 @@ def test_a_container_is_configured_only_if_it_is_the_one_that_is_meant(
         assert path.read_text() == text
     with pytest.raises(DeployError, match="container 204 is gone; fab deploy makes a new one"):
         pct_host.configure(204, which, "/runs/0008-exp", None)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (
+            "tar: ./usr/x: Cannot write: No space left on device\ntar: Exiting with failure status\n"
+            "unable to create CT 900 - command 'tar xpf - --totals' failed: exit code 2\n",
+            "container 900 could not be made (tar: ./usr/x: Cannot write: No space left on device): free some of "
+            "storage zfs (fab prune removes old containers), or lower pct: rootfs",
+        ),
+        (
+            "unable to create CT 900 - command 'tar xpf - --totals' failed: exit code 2\n",
+            "container 900 could not be made (unable to create CT 900 - tar failed: exit code 2): is local:vztmpl/a.tar "
+            "a whole template? fab image.build --for pct makes one anew",
+        ),
+        (
+            "400 Parameter verification failed.\nnet0: invalid format - bridge: value does not match\n",
+            "container 900 could not be made (net0: invalid format - bridge: value does not match); nothing of it is left",
+        ),
+    ],
+)  # fmt: skip
+def test_why_a_container_could_not_be_made_is_one_sentence_with_what_mends_it(said: str, sentence: str) -> None:
+    make = {"template": "local:vztmpl/a.tar", "rootfs": "zfs:24"}
+    assert pct_host._sentence(900, pct_host._cause(said), make) == sentence
