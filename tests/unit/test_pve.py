@@ -157,6 +157,8 @@ def test_a_container_is_configured_only_if_it_is_the_one_that_is_meant(
         ),
     ],
 )  # fmt: skip
-def test_why_a_container_could_not_be_made_is_one_sentence_with_what_mends_it(said: str, sentence: str) -> None:
+def test_why_a_container_could_not_be_made_is_one_sentence_with_what_mends_it(
+    said: str, sentence: str
+) -> None:
     make = {"template": "local:vztmpl/a.tar", "rootfs": "zfs:24"}
     assert pct_host._sentence(900, pct_host._cause(said), make) == sentence
