@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from deployed import until
 from elsewhere import Settings, small_checkout
 from testbed.docker import Docker
+from testbed.gpubox import ALIAS
 from testbed.pct.box import PveBox
 
-from deploy import image_tasks, zstd
+from deploy import image, image_tasks, new_run, pct_conf, pct_template, plan, zstd
 from deploy.pct_form import Archive, Form
+from deploy.release import Layout
+from deploy.runtimes import pct
+from deploy.settings import HostSettings, RunSettings
+from deploy.ssh import Ssh
+from trainer import status
 
 pytestmark = [pytest.mark.engine, pytest.mark.pve, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,36 +42,44 @@ ASK = "import os, sys; print(os.environ['PYTHONUNBUFFERED'], sys.stdout.write_th
 
 
 @pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture(scope="module")
 def pack(
-    base_images: Docker, tmp_path_factory: pytest.TempPathFactory
+    base_images: Docker, checkout: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Form], Archive]]:
     """The archive of a small checkout, made by this machine's engine."""
-    checkout = small_checkout(tmp_path_factory.mktemp("checkout"))
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zstd, "LEVEL", -5)  # of use to nobody but who has little time
         for key, value in {**base_images.environment, "XDG_CACHE_HOME": str(cache)}.items():
             patch.setenv(key, value)
-        yield lambda form: image_tasks.of_checkout(checkout, Settings(), "cpu", form, None, print)
+        yield lambda form: image_tasks.of_checkout(checkout, Settings(), "cpu", form, "amd64", print)
         shutil.rmtree(cache)
 
 
 @pytest.mark.parametrize(("form", "version"), [("oci", "9.1"), ("template", "8.4")])
-def test_both_forms_boot_with_tini_and_end_with_term(pack, pve_box: PveBox, form: Form, version: str) -> None:
-    """As pct.conf will have it: the environment as lxc.environment, the rest as raw keys."""
+def test_both_forms_boot_with_tini_and_end_with_term(
+    pack, checkout: Path, pve_box: PveBox, monkeypatch: pytest.MonkeyPatch, form: Form, version: str
+) -> None:
+    """With the environment as lxc.environment, the rest as raw keys; then as the release of a run has it."""
     made = pack(form)
     assert pack(form) == made
     pve_box.version = version
-    shutil.copy(made.path, pve_box.templates)
+    volume = _bring(pve_box, checkout, monkeypatch)
+    assert volume == f"local:vztmpl/{made.name}"
     try:
         told = pve_box.pct(
-            "create", "301", f"local:vztmpl/{made.name}", "--ostype", "unmanaged", "--unprivileged", "1",
+            "create", "301", volume, "--ostype", "unmanaged", "--unprivileged", "1",
             "--rootfs", "local-zfs:8", "--memory", "512", timeout=300,
         )  # fmt: skip
         assert ("Detected OCI archive" in told) == (form == "oci")
         said = pve_box.conf(301).read_text()
         _configure(pve_box, made)
         _check(pve_box, made)
+        _launch(pve_box)
     finally:
         pve_box.remove(301)
         pve_box.version = "9.1"
@@ -72,6 +89,56 @@ def test_both_forms_boot_with_tini_and_end_with_term(pack, pve_box: PveBox, form
         assert "lxc.init.cwd: /var/lib/drafthouse" in said
         assert "entrypoint: tini -- python -u -m trainer --help" in said
         assert "PYTHONUNBUFFERED=1" in said
+
+
+def _bring(box: PveBox, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As a deploy does that has to make a container; the template's volume."""
+    for key, value in box.environment.items():
+        monkeypatch.setenv(key, value)
+    layout, known = (
+        Layout(str(box.state), str(box.shm), "own"),
+        {"version": f"{box.version}.1", "arch": "amd64"},
+    )
+    made = plan.Plan("deploy", "start", "pve", "own", layout, making={"template_storage": "local"})
+    host = Ssh(ALIAS, interactive=False)
+    try:
+        wanted = image.describe(checkout, Settings(), "cpu")
+        return pct_template.provide(made, host, {"pve": known}, wanted, print)
+    finally:
+        host.close()
+
+
+def _launch(box: PveBox) -> None:
+    """A run in it, configured as a deploy does. Without PyTorch in the image its trainer ends at once."""
+    run = status.allocate_run(box.state / "runs", "own")
+    command = ["python", "-u", "-m", "trainer", "--target-model", "toy"]
+    run.write_run(status.Run(run.path.name, "own", command, runtime="pct", restart_attempts=0))
+    new_run.hand_over(str(run.path), [110001, 110001])
+    layout = Layout(str(box.state), str(box.shm), "own")
+    for place in (layout.checkpoints, layout.cache):
+        os.makedirs(place, exist_ok=True)
+    host = HostSettings.model_validate({"name": "pve", "address": "pve", "runtime": "pct"})
+    settings = RunSettings.model_validate({"name": "own", "trainer": {}, "weights": "toy", "gpus": 0})
+    facts = {"pve": {"version": f"{box.version}.1", "arch": "amd64"}, "memory": {"total": 1 << 30}}
+    places: dict[str, str] = {"weights": "toy", "data": "toy"}
+    container = pct.describe(
+        host, settings, layout, facts, weights_bytes=0, gpus=0, device_files=(), **places
+    )
+    conf = box.conf(301)
+    text = pct_conf.complete(
+        pct.conf_file(container),
+        run=str(run.path),
+        secrets=None,
+        mark=pct_conf.Mark("own", "0123456789ab", str(box.state)),
+        rootfs=pct_conf.parse(conf.read_text()).values["rootfs"],
+    )
+    conf.write_text(text)
+    box.pct("start", "301")
+    until(lambda: run.exit())
+    log = "".join(path.read_text() for path in run.log.glob("*.log"))
+    assert "stdout unbuffered (PYTHONUNBUFFERED=1, -u; from /proc/" in log
+    assert "under tini" in log
+    assert "No module named 'torch'" in log
 
 
 def _configure(box: PveBox, made: Archive) -> None:
