@@ -142,7 +142,7 @@ def start(
             secrets_file = run.secrets_file
             begin = start_spec(plan, facts, run, run_path, work.python, container)
             if container:
-                pct_trial(plan, host, run, run_path, container, report)
+                pct_trial(plan, host, run, run_path, container)
             elif plan.runtime == "compose":
                 try_container(plan, host, facts, run, run_path)
             elif work.heartbeats:
@@ -257,18 +257,14 @@ def _container(
     return {"vmid": vmid, "made": made, "which": which}
 
 
-def pct_trial(
-    plan: Plan, host: Host, run: status.Run, run_path: str, container: Mapping[str, Any], report: Report
-) -> None:
+def pct_trial(plan: Plan, host: Host, run: status.Run, run_path: str, container: Mapping[str, Any]) -> None:
     """Start the run's container once, to look from inside, while the old run goes on.
 
     Raises DeployError if it does not start, or with what it says is wrong.
     """
     asked = pct.trial(run, plan.layout, run_path)
     words = (container["vmid"], container["which"], asked)
-    note = onhost.ask(host, "deploy.pct_host:trial", *words, timeout=TRIAL_TIMEOUT + PCT_SILENCE)
-    if note:
-        report(note)
+    onhost.ask(host, "deploy.pct_host:trial", *words, timeout=TRIAL_TIMEOUT + PCT_SILENCE)
 
 
 def _refuse_other_user(plan: Plan, facts: Mapping[str, Any]) -> None:

@@ -303,47 +303,48 @@ def configure(vmid: int, which: dict[str, Any], run: str, secrets: str | None, c
 # -- trying it out -----------------------------------------------------------------------------------------
 
 
-def trial(vmid: int, which: dict[str, Any], asked: dict[str, Any]) -> str | None:
+def trial(vmid: int, which: dict[str, Any], asked: dict[str, Any]) -> None:
     """Start the container, look from inside, end it; `asked` is {run, secrets, user, environment, argv}.
 
-    The user is the run's, as the host numbers it.
-
-    Returns None, or a sentence that says why it was not tried: it runs already. Raises DeployError with what
-    is wrong.
+    The user is the run's, as the host numbers it. If the run in progress is of the same release, the
+    container works, and is only looked at. Raises DeployError with what is wrong.
     """
     if vmid in pve.active():
         conf = _read(vmid)
         if conf is None or ("lxc.init.cmd", IDLE) not in conf.lxc:
-            return f"container {vmid} is the one of the run in progress, so it was not tried out"
+            _look(vmid, which["name"], asked)
+            return
         stop(vmid)  # a trial whose deploy was killed
-
-    def idle(text: str) -> str:
-        lines = pct_conf.without(text, "net", "lxc.net").split("\n")
-        return "\n".join(
-            f"lxc.init.cmd: {IDLE}" if line.startswith("lxc.init.cmd:") else line for line in lines
-        )
-
     try:
-        configure(vmid, which, asked["run"], asked["secrets"], idle)
-        with _started(vmid):
-            keep = ["--keep-env", "0"] if pve.keep_env() else []
-            conf = _read(vmid)
-            shift = pve.ID_OFFSET if conf and conf.values.get("unprivileged") == "1" else 0
-            inside = ":".join(str(int(part) - shift) for part in asked["user"].split(":"))
-            # What `pct exec` starts has nothing of the container's environment.
-            variables = [
-                "env",
-                "-i",
-                *(f"{key}={value}" for key, value in sorted(asked["environment"].items())),
-            ]
-            argv = [*variables, *drop_rights(inside), *asked["argv"]]
-            code, _, err = _pct("exec", str(vmid), *keep, "--", *argv, timeout=TRIAL_TIMEOUT)
+        configure(vmid, which, asked["run"], asked["secrets"], _idle)
+    except OSError as error:
+        raise DeployError(f"container {vmid} could not be tried out: {error.strerror or error}") from None
+    with _started(vmid):
+        _look(vmid, which["name"], asked)
+
+
+def _idle(text: str) -> str:
+    """A configuration whose container does nothing, and reaches nobody."""
+    lines = pct_conf.without(text, "net", "lxc.net").split("\n")
+    return "\n".join(f"lxc.init.cmd: {IDLE}" if line.startswith("lxc.init.cmd:") else line for line in lines)
+
+
+def _look(vmid: int, name: str, asked: dict[str, Any]) -> None:
+    """Run the trial's program in a container that is up. Raises DeployError with what it says."""
+    conf = _read(vmid)
+    shift = pve.ID_OFFSET if conf and conf.values.get("unprivileged") == "1" else 0
+    inside = ":".join(str(int(part) - shift) for part in asked["user"].split(":"))
+    # What `pct exec` starts has nothing of the container's environment, and must have nothing of ours.
+    variables = [f"{key}={value}" for key, value in sorted(asked["environment"].items())]
+    keep = ["--keep-env", "0"] if pve.keep_env() else []
+    argv = ["env", "-i", *variables, *drop_rights(inside), *asked["argv"]]
+    try:
+        code, _, err = _pct("exec", str(vmid), *keep, "--", *argv, timeout=TRIAL_TIMEOUT)
     except OSError as error:
         raise DeployError(f"container {vmid} could not be tried out: {error.strerror or error}") from None
     if code:
         last = pve.last_line(err) or f"exit code {code}"
-        raise DeployError(f"container {vmid} of {which['name']}: {last.removeprefix('error: ')}")
-    return None
+        raise DeployError(f"container {vmid} of {name}: {last.removeprefix('error: ')}")
 
 
 @contextlib.contextmanager
