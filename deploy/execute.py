@@ -246,14 +246,14 @@ def _container(
     """Have the release's Proxmox container: {vmid, made (whether it is new), which (see `pct_host`)}."""
     which = pct.container_spec(plan.name, str(plan.release), plan.layout, facts, plan.image)
     long: dict[str, Any] = {"timeout": PCT_SILENCE, "progress": lambda text: report(text) if text else None}
-    vmid = onhost.ask(host, "deploy.pct_host:existing", which, **long)
+    vmid = onhost.ask(host, "deploy.pct_create:existing", which, **long)
     made = vmid is None
     if made:
         making = {
             **(plan.making or {}),
             "template": pct_template.provide(plan, host, facts, work.image, report),
         }
-        vmid = onhost.ask(host, "deploy.pct_host:make", which, making, **long)
+        vmid = onhost.ask(host, "deploy.pct_create:make", which, making, **long)
     return {"vmid": vmid, "made": made, "which": which}
 
 

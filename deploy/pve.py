@@ -22,6 +22,9 @@ TIMEOUT = 30.0  # seconds; a storage on a network that is away takes its time
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "riscv64": "riscv64"}  # as Proxmox calls them
 ID_OFFSET = 100000  # where the ids of an unprivileged container begin on the host, unless somebody maps them
 ID_COUNT = 65536
+SPACE = re.compile(
+    r"no space left|not enough|out of space|insufficient|disk quota|cannot allocate", re.IGNORECASE
+)
 LIBRARIES = (  # of the driver, loaded by CUDA and NVML
     "libcuda.so.1",
     "libnvidia-ml.so.1",
@@ -270,6 +273,15 @@ def environment() -> dict[str, str]:
         "HOME": "/root",
         "LC_ALL": "C.UTF-8",
     }
+
+
+def cause(text: str) -> str:
+    """Of all that a failing `pct` prints, the line that says why."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if SPACE.search(line)] or [
+        line for line in lines if re.search(r"unable|error|fail|cannot|not |4\d\d ", line, re.IGNORECASE)
+    ]
+    return re.sub(r"command '(\S+) .*' failed", r"\1 failed", (telling or lines or [""])[-1])
 
 
 def last_line(text: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from pve_samples import GIB, NODES, host, proxmox
 from samples import recipe, survey
 
-from deploy import preflight_pve
+from deploy import preflight_adopted, preflight_pve
 from deploy.devices import Devices
 from deploy.runtimes import compose
 from deploy.weights import Weights
@@ -108,7 +108,7 @@ OWN = {
 def adopted(vmid: int = 200, guests: dict | None = None, *, root: bool = True, **changes: Any) -> list[str]:
     wanted = {key: changes.pop(key) for key in ("need_bytes", "devices", "docker_inside") if key in changes}
     known = proxmox(containers=[{**OWN, **changes}], guests=guests or {}, root=root)["pve"]
-    found = preflight_pve.adopted(known, "pve", vmid, **wanted)
+    found = preflight_adopted.adopted(known, "pve", vmid, **wanted)
     return [check.sentence for check in found if not check.ok]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import gpus, pct_host, pve
+from deploy import gpus, pct_create, pct_host, pve
 from deploy.errors import DeployError
 
 STORAGES = """\
@@ -105,9 +105,9 @@ def test_a_container_is_found_by_its_mark_once_it_is_whole(machine: Path) -> Non
 
 def test_an_id_is_taken_from_the_range_that_nobody_has(machine: Path) -> None:
     conf(machine, 900, "memory: 1\n")
-    assert pct_host.free_id([900, 902], {901}) == 902
+    assert pct_create.free_id([900, 902], {901}) == 902
     with pytest.raises(DeployError, match="every id from 900 to 900 is taken; widen pct: vmid"):
-        pct_host.free_id([900, 900], set())
+        pct_create.free_id([900, 900], set())
 
 
 def test_a_container_is_configured_only_if_it_is_the_one_that_is_meant(
@@ -161,4 +161,4 @@ def test_why_a_container_could_not_be_made_is_one_sentence_with_what_mends_it(
     said: str, sentence: str
 ) -> None:
     make = {"template": "local:vztmpl/a.tar", "rootfs": "zfs:24"}
-    assert pct_host._sentence(900, pct_host._cause(said), make) == sentence
+    assert pct_create._sentence(900, pve.cause(said), make) == sentence
