@@ -665,9 +665,8 @@ def bootstrap(
     from deploy import target
 
     goal = target.one(host, ROOT, accept_new_host_key)
-    engine = goal.settings.runtime == "compose" or (
-        goal.settings.runtime == "auto" and goal.settings.container is None
-    )
+    auto = goal.settings.runtime == "auto" and goal.settings.container is None
+    engine = None if auto else goal.settings.runtime == "compose"
     made = boots.decide(goal.settings.name, boots.look(goal.host), engine=engine)
     if json:
         show(made.to_json())

@@ -45,7 +45,7 @@ if [ -r /etc/os-release ]; then
   ( . /etc/os-release
     say id "$ID"; say version "$VERSION_ID"; say codename "$VERSION_CODENAME"; say pretty "$PRETTY_NAME" )
 fi
-for program in python3 docker tini rsync apt-get systemctl nvidia-smi nvidia-ctk; do
+for program in python3 docker tini rsync apt-get systemctl nvidia-smi nvidia-ctk pct; do
   say "program.$program" "$(command -v "$program" 2>/dev/null)"
 done
 say python "$(brief python3 -c 'import sys; print(".".join(map(str, sys.version_info[:3])))' 2>/dev/null)"
@@ -159,12 +159,18 @@ def version(text: str | None) -> tuple[int, ...]:
 # -- deciding ----------------------------------------------------------------------------------------------
 
 
-def decide(host: str, seen: Mapping[str, Any], *, engine: bool = True) -> Bootstrap:
+def decide(host: str, seen: Mapping[str, Any], *, engine: bool | None = None) -> Bootstrap:
     """What is there, what is installed and how, and what only people can do. Pure.
 
-    Without `engine` (a host of the process runtime) Docker is not looked at.
+    Without `engine` (a host of the process or the pct runtime) Docker is not looked at; with None it is, but
+    on a Proxmox host without one, which has containers of its own.
     """
     making = _Making()
+    if engine is None:
+        proxmox = bool(seen["program"].get("pct")) and not seen.get("engine")
+        engine = not proxmox
+        if proxmox:
+            making.there.append("pct (containers of Proxmox; no engine is needed)")
     _python(seen, making)
     for program in ("tini", "rsync"):
         if seen["program"].get(program):
@@ -379,7 +385,7 @@ def carry_out(made: Bootstrap, host: Host, report: Report, **patience: float) ->
     installing.carry_out(made.steps, host, report, **patience)
 
 
-def missing(seen: Mapping[str, Any], *, engine: bool = True) -> Sequence[str]:
+def missing(seen: Mapping[str, Any], *, engine: bool | None = None) -> Sequence[str]:
     """What is still missing after the steps: packages and findings that nothing here could mend."""
     left = decide("", seen, engine=engine)
     return (*left.installs, *left.blocked)

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deploy import budget, container, devices, mask, preflight_pve, python_start, runtimes
+from deploy import (
+    budget,
+    container,
+    devices,
+    mask,
+    preflight_adopted,
+    preflight_pve,
+    python_start,
+    runtimes,
+)
 from deploy.checks import Check
 from deploy.errors import DeployError
 from deploy.health_words import command
@@ -40,10 +49,15 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
         own = preflight_pve.made(survey, host, run, found)
     else:
         own = [*_python(survey, host, run), *_no_container(survey, host, run)]
+    around = preflight_adopted.checks(survey, host, run, runtime)
+    problems = [Check("gpus", False, *_halves(problem)) for problem in found.problems]
+    if any(check.name == "gpus" and not check.ok and not check.warning for check in around):
+        problems = []  # what the container lacks is known better from outside
     return [
         *_tools(facts, host),
+        *around,
         *own,
-        *[Check("gpus", False, *_halves(problem)) for problem in found.problems],
+        *problems,
         *_driver(facts, host, found),
         *_unbuffered(facts.get("environment", {}), run.environment),
         *_open_secrets(run),

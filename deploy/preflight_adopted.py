@@ -9,13 +9,73 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from deploy import budget
 from deploy.checks import Check
 from deploy.preflight_pve import MIB, bad
+from deploy.settings import HostSettings, RunSettings
 from deploy.sizes import size
+from deploy.survey import Survey
 
 USUAL_MEMORY = 512  # MiB, which a container has if nobody says anything
 
 Facts = Mapping[str, Any]
+
+
+def checks(survey: Survey, host: HostSettings, run: RunSettings, runtime: str) -> list[Check]:
+    """The findings about the container that `host` is; none if the host around it tells nothing."""
+    if host.container is None or survey.around is None:
+        return []
+    nodes = [str(node["path"]) for node in survey.around["nodes"]]
+    count = len(run.gpus) if isinstance(run.gpus, list) else 1
+    weights = (survey.weights.bytes if survey.weights else 0) or 0
+    found = adopted(
+        survey.around,
+        host.name,
+        host.container,
+        need_bytes=weights + budget.working_need(run, "process", count).bytes,
+        devices=wanted_devices(run.gpus, nodes),
+        docker_inside=runtime == "compose",
+    )
+    one = next((one for one in survey.around["containers"] if one["id"] == host.container), None)
+    if one is None:
+        return found
+    inside = (survey.facts.get("gpus") or {}).get("devices") or []
+    return [*found, *_unseen(one, run, nodes, bool(inside)), *_onboot(one, survey.facts)]
+
+
+def wanted_devices(gpus: Any, nodes: Sequence[str]) -> list[str]:
+    """The device files that `gpus:` of a run's file asks for, of those that the host has."""
+    if not gpus:
+        return []
+    common = [path for path in nodes if not re.fullmatch(r"/dev/nvidia\d+", path)]
+    if isinstance(gpus, list):
+        return [*(f"/dev/nvidia{index}" for index in gpus), *common]
+    return list(nodes) or ["/dev/nvidia0"]
+
+
+def _unseen(one: Facts, run: RunSettings, nodes: Sequence[str], inside: bool) -> Iterator[Check]:
+    """A run that takes what there is computes on the CPU if the container has none of the host's GPUs."""
+    if run.gpus is None and nodes and not inside:
+        words = " ".join(f"--dev{at} {path},mode=0666" for at, path in enumerate(nodes))
+        yield Check(
+            "gpus",
+            False,
+            f"the host of container {one['id']} has GPUs, but the container has none of them",
+            f"run pct set {one['id']} {words}, then pct reboot {one['id']}; or say gpus: 0 in the run's file",
+            True,
+        )
+
+
+def _onboot(one: Facts, facts: Facts) -> Iterator[Check]:
+    """After a reboot nobody starts what is in a container that nobody starts."""
+    if str(one["values"].get("onboot", "0")) != "1" and facts.get("boot_unit") is not False:
+        yield Check(
+            "at boot",
+            False,
+            f"container {one['id']} is not started when its host starts, and so no run in it",
+            f"run pct set {one['id']} --onboot 1",
+            True,
+        )
 
 
 def adopted(
@@ -93,11 +153,14 @@ def adopted(
 
 
 def _locked(one: Facts) -> Iterator[Check]:
+    """A lock keeps nobody from what is in a container that runs; but a backup may freeze or stop it."""
     if one["lock"]:
-        yield bad(
+        yield Check(
             "container",
+            False,
             f"container {one['id']} is locked ({one['lock']})",
             f"wait for the end of that, or run pct unlock {one['id']} if nothing is at work any more",
+            bool(one["running"]),
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from deploy import (
     weights,
     weights_check,
 )
+from deploy.errors import DeployError
 from deploy.host import Host
 from deploy.release import Layout
 from deploy.runtimes import compose, pct, process
@@ -66,6 +69,9 @@ class Survey:
     image: release.Image | None = None  # of a run in a container
     image_there: bool | None = None  # whether the engine has one's own image; None: not asked, or not known
     storages: Mapping[str, Any] | None = None  # with the pct runtime: see lookup.storages
+    around: Mapping[str, Any] | None = (
+        None  # of a host that is a container: `pve.facts` of the host around it
+    )
     strays: tuple[Mapping[str, Any], ...] = ()  # processes of the name outside its runs, see deploy.strays
     copies: tuple[Mapping[str, Any], ...] | None = None  # with --evict-first: see weights_uses.listing
 
@@ -118,10 +124,12 @@ def take(
         wanted["storages"] = {"template": volume, "paths": paths}
     elif question.contained and run.image.use is not None and facts["engine"]["answers"]:
         wanted["image"] = {"reference": run.image.use, "address": facts["engine"].get("address")}
-    answers = onhost.ask(host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)
+    with _Around(host) as around:
+        answers = onhost.ask(host, "deploy.lookup:look", wanted, timeout=LOOK_TIMEOUT)
     found = _answered(question, answers, host, progress, read=True)
     return dataclasses.replace(
         found,
+        around=around.facts,
         interpreter=found.interpreter
         if question.contained
         else _interpreter(question.python, answers["interpreter"]),
@@ -136,6 +144,29 @@ def take(
         strays=tuple(answers["strays"]),
         copies=tuple(_copies(host, question.layout)) if copies else None,
     )
+
+
+class _Around:
+    """Asks the Proxmox host around a container about it, while the container itself is asked."""
+
+    def __init__(self, host: Host) -> None:
+        self.facts: Mapping[str, Any] | None = None
+        outer = getattr(host, "outer", None)
+        self._thread = None if outer is None else threading.Thread(target=self._ask, args=(outer,))
+
+    def _ask(self, outer: Host) -> None:
+        # What cannot be known is not checked: a command has come through, so the container can be entered.
+        with contextlib.suppress(DeployError):
+            self.facts = onhost.ask(outer, "deploy.pve:facts", timeout=LOOK_TIMEOUT)
+
+    def __enter__(self) -> _Around:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
 
 def _copies(host: Host, layout: Layout) -> list[Mapping[str, Any]]:

@@ -35,6 +35,9 @@ def choose(host: HostSettings, facts: Mapping[str, Any], name: str | None = None
     if host.is_local:
         there = "" if missing else f" (a Docker engine answers, version {engine['version']})"
         return "process", f"on this machine, unless fabric.yaml says runtime: compose{there}"
+    proxmox = facts.get("pve") or {}
+    if missing and proxmox.get("mounted"):
+        return "pct", f"Proxmox VE {proxmox.get('version') or ''}".rstrip() + " is there, and no engine"
     if missing:
         return "process", missing
     return "compose", f"Docker Engine {engine['version']} with Compose {engine['compose']} answers"

@@ -88,6 +88,9 @@ def test_the_life_of_a_name_in_a_container(train: Adopted, plain: Container) -> 
     before = {path: path.read_bytes() for path in (plain.conf, plain.files / "etc/passwd")}
     planned = train.ok("plan", *HERE)
     assert "runtime   process: in container 200, of which nothing is replaced" in planned
+    asked = train.ok("plan", *HERE, DRAFTHOUSE_BOOT="yes")
+    assert "container 200 is not started when its host starts" in asked
+    assert "run pct set 200 --onboot 1" in asked
     assert train.ok("deploy", *HERE, "--no-follow") == planned
     assert train.ok("deploy", *HERE, "--no-follow").startswith("unchanged: 0001-demo runs release ")
     assert "under tini" in train.log()
@@ -167,6 +170,13 @@ def test_weights_go_through_the_stdin_of_pct_exec_and_never_by_pct_push(
     header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + os.urandom(size))
     train.file(WEIGHED.format(model=model))
+    small = plain.conf.read_text()
+    plain.conf.write_text(re.sub(r"^memory: .*$", "memory: 16", small, flags=re.M))
+    refused = train.run("deploy", *HERE, "--no-follow")
+    plain.conf.write_text(small)
+    assert refused.returncode != 0
+    assert "container 200 may have 17 MB of memory, but weights and run need 42 MB" in refused.stderr
+    assert "run pct set 200 --memory 41" in refused.stderr
     assert "sent in" in train.ok("weights.push", str(model), *HERE, "--streams", "2")
     assert "there already" in train.ok("weights.push", str(model), *HERE)
     shown = train.ok("deploy", *HERE, "--no-follow")

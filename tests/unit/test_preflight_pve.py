@@ -14,6 +14,7 @@ from samples import recipe, survey
 from deploy import preflight_adopted, preflight_pve
 from deploy.devices import Devices
 from deploy.runtimes import compose
+from deploy.settings import HostSettings
 from deploy.weights import Weights
 
 TEXT = "name: exp\ncommand: [python3, x.py]\nimage: {use: 'local:vztmpl/a.tar.zst'}\n"
@@ -125,6 +126,7 @@ ADOPTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("raw lines", {"devices": ["/dev/nvidia1"], "lxc": [["lxc.mount.entry", "/dev/nvidia1 dev/nvidia1 none bind,optional,create=file"]]}, []),
     ("no module", {"devices": ["/dev/nvidia9"]}, ["/dev/nvidia9 is not there on the host of container 200; run nvidia-modprobe -u -c0 there"]),
     ("docker inside", {"values": {"memory": "4096"}, "docker_inside": True}, ["Docker runs in container 200, which may start no containers itself; run pct set 200 --features nesting=1,keyctl=1, then pct reboot 200"]),
+    ("locked, running", {"lock": "backup"}, ["container 200 is locked (backup); wait for the end of that, or run pct unlock 200 if nothing is at work any more"]),
     ("ours", {"ours": {"name": "exp", "release": "1", "state": "/s"}}, ["container 200 on pve was made by Drafthouse for exp; deploy exp without container:, or choose another one"]),
 ]  # fmt: skip
 
@@ -136,3 +138,45 @@ def test_a_container_that_people_have_is_looked_at_from_outside(
     what: dict[str, Any], sentences: list[str]
 ) -> None:
     assert adopted(**what) == sentences
+
+
+def around(
+    text: str, tmp_path: Path, weights: Weights | None = None, *, inside: bool = False, **changes: Any
+) -> list[tuple[str, bool]]:
+    """What a deploy into container 200 is told: (sentence, whether it only warns)."""
+    known = proxmox(containers=[{**OWN, "values": {"memory": "4096"}, **changes}])
+    seen = known if inside else {**known, "gpus": {"devices": [], "control": [], "driver": "550.1"}}
+    taken = survey(seen, name="exp", weights=weights, around=known["pve"])
+    train = HostSettings(name="train", address="pve", container=200)
+    found = preflight_adopted.checks(taken, train, recipe(text, tmp_path).settings, "process")
+    return [(check.sentence, check.warning) for check in found if not check.ok]
+
+
+def test_a_deploy_into_a_container_is_told_what_the_container_lacks(tmp_path: Path) -> None:
+    text = "name: exp\ncommand: [python3, x.py]\n"
+    boot = (
+        "container 200 is not started when its host starts, and so no run in it; run pct set 200 --onboot 1",
+        True,
+    )
+    large = {"values": {"memory": "999999", "onboot": "1"}}
+    assert around(text + "gpus: 0\n", tmp_path) == [boot]
+    assert around(text + "gpus: 0\n", tmp_path, **large) == []
+    assert around(text, tmp_path, inside=True, **large) == []
+    [(unseen, warns)] = around(text, tmp_path, **large)
+    assert unseen.startswith(
+        "the host of container 200 has GPUs, but the container has none of them; run pct set 200 --dev0 /dev/nvidia"
+    )
+    assert warns
+    [(missing, warns)] = around(text + "gpus: [1]\n", tmp_path, **large)
+    assert missing.startswith("container 200 has no /dev/nvidia1, /dev/nvidiactl, ")
+    assert not warns
+    [(memory, warns), _] = around(OURS + "gpus: 0\n", tmp_path, MODEL)
+    assert memory.startswith("container 200 may have 4.3 GB of memory, but weights and run need ")
+    assert not warns
+    assert around(text, tmp_path, lock="backup", **large)[0][1]  # one may deploy into it all the same
+
+
+def test_a_container_of_whose_host_nothing_is_known_is_not_judged(tmp_path: Path) -> None:
+    train = HostSettings(name="train", address="pve", container=200)
+    settings = recipe(TEXT, tmp_path).settings
+    assert preflight_adopted.checks(survey(proxmox(), name="exp"), train, settings, "process") == []

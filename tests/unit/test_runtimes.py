@@ -49,6 +49,18 @@ def test_a_host_over_ssh_takes_the_engine_that_can_be_used(changes: dict, runtim
     assert runtimes.choose(BOX, engine(**changes)) == (runtime, why)
 
 
+def test_a_proxmox_host_takes_containers_of_its_own_unless_it_has_an_engine() -> None:
+    proxmox = {"pct": "/usr/sbin/pct", "version": "9.1.1", "mounted": True}
+    none = {**engine(answers=False, error="there is none"), "pve": proxmox}
+    assert runtimes.choose(BOX, none) == ("pct", "Proxmox VE 9.1.1 is there, and no engine")
+    assert runtimes.choose(BOX, {**engine(), "pve": proxmox})[0] == "compose"
+    assert runtimes.choose(BOX, {**none, "pve": {**proxmox, "mounted": False}})[0] == "process"
+    inside = BOX.model_copy(update={"container": 200})
+    assert runtimes.choose(inside, engine())[0] == "process"
+    docker = inside.model_copy(update={"runtime": "compose"})
+    assert runtimes.choose(docker, engine())[0] == "compose"
+
+
 def test_this_machine_takes_no_engine_unless_it_is_told() -> None:
     assert runtimes.choose(HERE, engine()) == (
         "process",
