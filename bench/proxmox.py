@@ -6,7 +6,8 @@ that somebody made. Measured there, each against what people do without us, in t
 - downtime of a restart, from the last line of the old run to the first of the new one: `fab restart`, against
   `ssh host "pct exec ID -- …"` that kills, waits until the process is gone, and starts again under nohup;
 - how long after print() a line arrives: `fab tail`, against `ssh host "pct exec ID -- tail -F run.log"`;
-- a push of weights through `pct exec`, against the same push to the host itself by plain SSH.
+- a push of weights through `pct exec`, against the same push to the host itself by plain SSH;
+- the same restart in a container that Drafthouse makes, and what making and starting one takes.
 
 The machines are one, so the monotonic clock is the same everywhere and no link's delay has to be taken off.
 The real `pct` takes about half a second to begin, the stand-in a tenth. Needs root, and what `make testbed`
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from testbed.gpubox import ALIAS  # noqa: E402
+from testbed.pct import template  # noqa: E402
 from testbed.pct.box import PveBox  # noqa: E402
 from testbed.pct.container import Container  # noqa: E402
 
@@ -112,7 +115,8 @@ def until(condition: Callable[[], object]) -> None:
 # -- restart -----------------------------------------------------------------------------------------------
 
 
-def restart(box: PveBox, container: Container, project: Path, rounds: int) -> None:
+def restart(box: PveBox, container: Container, project: Path, rounds: int) -> dict[str, list[float]]:
+    """Records ours; returns what the usual way took, by how often it looks."""
     container.write("root/again.sh", AGAIN)
     runs = container.files / "var/lib/drafthouse/runs"
 
@@ -140,6 +144,7 @@ def restart(box: PveBox, container: Container, project: Path, rounds: int) -> No
             unit="s",
             n=rounds,
         )
+    return theirs
 
 
 def usual(box: PveBox, container: Container, look: str) -> float:
@@ -152,6 +157,50 @@ def usual(box: PveBox, container: Container, look: str) -> float:
     container.exec("sh", "-c", "kill $(cat /root/pid)")
     old, new = (path.read_bytes() for path in logs)
     return (stamps(new, b"begin")[0] - stamps(old, b"stamp")[-1]) / 1e9
+
+
+def restart_of_ours(box: PveBox, project: Path, rounds: int, theirs: dict[str, list[float]]) -> None:
+    """The same in containers that Drafthouse makes: their logs lie on the host."""
+    made = project.parent / "made"
+    box.project(made, runtime="pct", python="python3", pct={"rootfs": "2g", "memory": "600m"})
+    command = ["python3", "-u", "-c", PRINTER]
+    recipe = {"name": NAME, "image": {"use": template.put(box.templates)}, "gpus": 0, "command": command}
+    recipe |= {"grace_seconds": 5, "settle_seconds": 0}
+    (made / "runs" / f"{NAME}.yaml").write_text(json.dumps(recipe))
+    runs = box.state / "runs"
+
+    def log(number: int) -> bytes:
+        parts = sorted((runs / f"{number:04}-{NAME}" / "log").glob("*.log"))
+        return b"".join(part.read_bytes() for part in parts)
+
+    began = time.monotonic()
+    fab(made, "deploy", "--run", NAME, "--no-follow")
+    print(f"first deploy, container made, tried out and started: {time.monotonic() - began:.2f} s")
+    ours, starts = [], []
+    for number in range(1, rounds + 1):
+        until(lambda number=number: stamps(log(number), b"stamp"))
+        fab(made, "restart", "--same", "--name", NAME, "--no-follow")
+        begin = stamps(log(number + 1), b"begin")[0]
+        ours.append((begin - stamps(log(number), b"stamp")[-1]) / 1e9)
+        steps = json.loads((runs / f"{number + 1:04}-{NAME}" / "switch.json").read_text())["steps"]
+        starts += [step["ended"] - step["started"] for step in steps if step["name"] == "start"]
+    print(f"pct start, as the switch has it: median {percentile(starts, 50):.2f} s")
+    fab(made, "stop", "--name", NAME)
+    words = ("--ostype", "unmanaged", "--rootfs", "local-zfs:2", "--unprivileged", "1")
+    made_in = [
+        seconds(lambda number=number: box.pct("create", str(900 + number), recipe["image"]["use"], *words))
+        for number in range(rounds)
+    ]
+    print(f"pct create from the template (33 MB) alone: median {percentile(made_in, 50):.2f} s")
+    for look, found in theirs.items():
+        record(
+            "downtime of a restart in a container of ours: from the last line to the first of the new run",
+            f"ssh host pct exec: kill, wait (looking every {look} s), nohup again",
+            ours=percentile(ours, 50),
+            theirs=percentile(found, 50),
+            unit="s",
+            n=rounds,
+        )
 
 
 # -- lines -------------------------------------------------------------------------------------------------
@@ -249,9 +298,10 @@ def main() -> int:
     if options.rounds < 3 or options.lines < 500 or options.gib <= 0:
         parser.error("--rounds must be at least 3, --lines at least 500, and --gib positive")
     with place(memory=int(options.gib * 2048) + 2048) as (box, container, project):
-        restart(box, container, project, options.rounds)
+        theirs = restart(box, container, project, options.rounds)
         latency(box, container, project, options.lines)
         fab(project, "stop", "--name", NAME)
+        restart_of_ours(box, project, options.rounds, theirs)
         push(box, container, options.gib, options.rounds)
     return 0
 
