@@ -382,7 +382,7 @@ def _ends(walk: Walk, node: Any, words: list[Word]) -> None:
 
 def _shift(walk: Walk, node: Any, words: list[Word]) -> None:
     count = int(words[0].text) if words and words[0].text.isdigit() else 1
-    walk.shell.asked_arguments = True
+    walk.shell.ask_arguments()
     walk.shell.arguments = walk.shell.arguments[count:]
 
 

@@ -86,6 +86,10 @@ class Shell:
             known.pop(name, None)
         self.exported.discard(name)
 
+    def ask_arguments(self) -> None:
+        """Note that the script's own arguments were looked at: a function has others."""
+        self.asked_arguments = self.asked_arguments or not self.scopes
+
     def get(self, name: str) -> str | None:
         """The value of a variable or parameter, None if it is not set. Raises Unknown."""
         if name in self.unsure:
@@ -93,14 +97,14 @@ class Shell:
         if name == "0":
             return self.zero
         if name.isdigit():
-            self.asked_arguments = True
+            self.ask_arguments()
             place = int(name)
             return self.arguments[place - 1] if place <= len(self.arguments) else None
         if name in ("@", "*"):
-            self.asked_arguments = True
+            self.ask_arguments()
             return " ".join(self.arguments) if self.arguments else None
         if name == "#":
-            self.asked_arguments = True
+            self.ask_arguments()
             return str(len(self.arguments))
         if name == "PWD":
             return self.here()

@@ -100,7 +100,7 @@ def expand(node: Any, shell: Shell, run: Run, quoted: bool) -> tuple[list[str], 
     if node.type == "simple_expansion":
         name = text[1:]
         if name == "@" or (name == "*" and not quoted):
-            shell.asked_arguments = True
+            shell.ask_arguments()
             return list(shell.arguments), True
         if not re.fullmatch(r"\w+|[@*#?$!_-]", name):
             raise Unknown(f"{text} is not understood")
@@ -181,7 +181,7 @@ _PLAIN = ("word", "number", "concatenation", "string", "raw_string", "ansi_c_str
 def _named(name: str, index: str | None, shell: Shell) -> tuple[list[str], bool]:
     """(the values of what is between ${ and }, none if it is not set; whether each is a word)."""
     if name in ("@", "*"):
-        shell.asked_arguments = True
+        shell.ask_arguments()
         return list(shell.arguments), True
     if name in shell.unsure:
         raise Unknown(shell.unsure[name])

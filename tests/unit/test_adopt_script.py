@@ -113,6 +113,7 @@ def test_devices_become_gpus_only_where_they_are_numbered_alike(goal, bash):
         ("python3 t.py --name x-$(date +%s)\n", "lost", "$(date +%s) is what a program says"),
         ("python3 t.py data/*.arrow\n", "lost", "data/*.arrow → the files that data/*.arrow matches"),
         ("python3 t.py \"$@\"\n", "lost", "without arguments"),
+        ("run() { \"$@\"; }\nrun python3 t.py \"$1\"\n", "lost", "without arguments"),
         (SCRIPTS["heredoc"], "lost", "it writes config.yaml before each start"),
         (SCRIPTS["limits"], "lost", "mkdir"),
         (SCRIPTS["limits"], "became", "prlimit --nofile=512 before the command"),
