@@ -127,6 +127,10 @@ def ask(
     argv = command(host, "-c", _LOADER)
     if progress is None:
         result = host.run(argv, timeout=timeout, input=stdin + data, check=False)
+        if result.code == 127 and not result.out and not host.is_local:
+            from deploy.remote_files import no_python  # (which most calls have no need of)
+
+            raise no_python(host)
         lines: Iterator[bytes] = iter(result.out.splitlines())
         return _value(host, function, lines, lambda text: None, lambda: (result.code, result.err))
     process = _bulk(host, argv)

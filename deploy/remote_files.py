@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy import files as on_files
-from deploy.host import SCRIPT_FLAGS, HostError, NoPython, Result
+from deploy.host import SCRIPT_FLAGS, Host, HostError, NoPython, Result
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class RemoteFiles:
 _FROM_STDIN = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv[1])), 'files', 'exec'))"
 
 
-def no_python(host: RemoteFiles) -> NoPython:
+def no_python(host: Host) -> NoPython:
     """The error for a host on which there is no such Python as our scripts need."""
     return NoPython(
         f"{host.name}: there is no {host.python} there, which Drafthouse needs (3.9 or later); "
