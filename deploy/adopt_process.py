@@ -46,6 +46,7 @@ def look(pid: int, label: str, state_root: str) -> dict[str, Any]:
     if directory.endswith(" (deleted)"):
         notes.append(f"its working directory {directory[:-10]} was removed; correct working_directory:")
         directory = directory[:-10]
+    notes += _user_of(pid)
     login = adopt_host.login()["environment"]
     ranks = procfs.ranks(pid)
     changed = {
@@ -158,18 +159,36 @@ def _environment(pid: int, label: str) -> dict[str, str]:
         with open(f"/proc/{pid}/environ", "rb") as file:
             data = file.read()
     except PermissionError:
-        owner = os.stat(f"/proc/{pid}").st_uid
-        with contextlib.suppress(KeyError):
-            raise DeployError(
-                f"process {pid} on {label} belongs to {pwd.getpwuid(owner).pw_name}, so its environment "
-                "cannot "
-                "be read; adopt it as that user, or as root"
-            ) from None
-        raise DeployError(f"process {pid} on {label} belongs to uid {owner}; adopt it as that user") from None
+        owner = _user(os.stat(f"/proc/{pid}").st_uid)
+        raise DeployError(
+            f"process {pid} on {label} belongs to {owner}, so its environment cannot be read; adopt it as "
+            "that user, or as root"
+        ) from None
     except OSError:
         data = b""
     pairs = [os.fsdecode(item).partition("=") for item in data.split(b"\0") if item]
     return {key: value for key, _, value in pairs}
+
+
+def _user_of(pid: int) -> list[str]:
+    """What to say of a process of somebody else's: the run that replaces it is ours."""
+    with contextlib.suppress(OSError):
+        info = os.stat(f"/proc/{pid}")
+        if info.st_uid != os.geteuid():
+            theirs, ours = _user(info.st_uid), _user(os.geteuid())
+            return [
+                f"it runs as {theirs}, but a run runs as {ours}: what it writes will be {ours}'s, and ~ is "
+                "another directory; to keep both, adopt and deploy it as that user, or begin command: with "
+                f"env HOME=… setpriv --reuid {info.st_uid} --regid {info.st_gid} --init-groups"
+            ]
+    return []
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"uid {number}"
 
 
 def _program(pid: int, word: str, path: str, directory: str) -> str:

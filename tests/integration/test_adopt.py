@@ -105,6 +105,14 @@ def test_it_is_seen_at_once_and_then_replaced(fab, train):
     assert "step 1 at level hard" in fab.log(new)
 
 
+def test_that_the_run_would_be_another_users_is_said(fab, train, monkeypatch):
+    process, _ = train
+    assert adopt_process.look(process.pid, "here", str(fab.place.root))["notes"] == []
+    monkeypatch.setattr(adopt_process.os, "geteuid", lambda: 65534)
+    (said,) = adopt_process.look(process.pid, "here", str(fab.place.root))["notes"]
+    assert "but a run runs as nobody: what it writes will be nobody's" in said
+
+
 def test_its_own_end_is_told_and_a_number_that_is_used_again_is_not_it(fab, train):
     process, _ = train
     state = str(fab.place.root)
