@@ -76,6 +76,8 @@ done
 # Above the first snapshot's section.
 sed -n -e '/^\\[/q' -e 's/^lock: */lock=/p' "/etc/pve/lxc/$1.conf" 2>/dev/null
 pct status "$1" 2>/dev/null | sed -n 's/^status: */state=/p'
+# pct knows no word for it.
+lxc-info -n "$1" -s -H 2>/dev/null | sed -n 's/^FROZEN$/frozen=1/p'
 """
 
 
@@ -291,7 +293,7 @@ class Inside(RemoteFiles):
     def _hangs(self, argv: Sequence[str]) -> str:
         otherwise = (
             f"{self.name}: container {self.container} did not start {argv[0]} within {BEGIN_TIMEOUT:g} s; "
-            f"see there whether it is frozen (lxc-info {self.container}) or short of memory"
+            f"see there whether it is short of memory, or its disks hang (lxc-top)"
         )
         return refusal(self.container, self.name, self._look()) or otherwise
 
@@ -395,6 +397,11 @@ def refusal(container: int, host: str, look: Sequence[tuple[str, str]]) -> str:
                 f"it up with pct unlock {container} there, then pct start {container}"
             )
         return f"{host}: {which} is stopped; start it there with pct start {container}"
+    if "frozen" in said:
+        return (
+            f"{host}: {which} is frozen, so nothing in it goes on; let it go on there with "
+            f"lxc-unfreeze {container}"
+        )
     return ""
 
 

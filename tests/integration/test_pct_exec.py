@@ -224,6 +224,8 @@ def test_a_container_without_python_takes_commands_all_the_same(pve_box, there):
         assert host.run(["cat"], timeout=30, input=b"in").out == b"in"
         with pytest.raises(NoPython, match=r"there is no python-of-nobody there.*fab bootstrap --host train"):
             host.read("/etc/hostname")
+        with pytest.raises(NoPython, match=r"fab bootstrap --host train"):
+            onhost.ask(host, "deploy.files:holder", "/root/none")
         with pytest.raises(HostError, match="train: sleep did not end within 1 s and was killed"):
             host.run(["sleep", "4712"], timeout=1)
         until(lambda: "4712" not in there.exec("ps", "-eo", "args").stdout)
@@ -244,6 +246,18 @@ def test_a_container_that_is_stopped_meanwhile_is_said_and_reached_again_when_it
         assert host.run(["echo", "3"], timeout=30).text == "3"
     finally:
         host.close()
+
+
+def test_one_that_is_frozen_is_said_and_goes_on_untouched(pve_box, there, monkeypatch):
+    monkeypatch.setattr("deploy.inside.BEGIN_TIMEOUT", 1.0)
+    pve_box.call("lxc-freeze", "-n", "200")
+    try:
+        assert refused(reach(pve_box)) == (
+            "train: container 200 is frozen, so nothing in it goes on; let it go on there with "
+            "lxc-unfreeze 200"
+        )
+    finally:
+        pve_box.call("lxc-unfreeze", "-n", "200")
 
 
 def test_a_link_that_breaks_while_a_command_runs_ends_it_there(pve_box, there):

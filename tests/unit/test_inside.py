@@ -28,6 +28,11 @@ HERE = [("uid", "0"), ("pct", "1"), ("here", "pve1")]
             "stopped and locked (backup)",
             "pct unlock 200",
         ),
+        (
+            [*HERE, ("on", "pve1"), ("state", "running"), ("frozen", "1")],
+            "container 200 is frozen",
+            "lxc-unfreeze 200",
+        ),
     ],
 )
 def test_what_keeps_a_command_from_running_is_said_with_what_to_do(look, words, remedy):
