@@ -106,16 +106,11 @@ def not_alive(run: dict[str, Any], now: float, host: str | None) -> Told:
     switch, name = table(run, "switch"), run.get("name")
     adopted = table(table(run, "run"), "adopted")
     if adopted:
-        why = (
-            "the machine restarted since"
-            if run.get("rebooted")
-            else "how is not known, as nobody waited for it"
-        )
+        why = restarted(run) or "how is not known, as nobody waited for it"
         reason = f"process {adopted.get('pid')}, which was adopted, has ended: {why}{last_line(run)}"
         return "stopped", reason, command("deploy", name, host)
     if table(run, "launch"):
-        why = "the machine restarted since" if run.get("rebooted") else launch_killed(run)
-        why = container_words(run) or why
+        why = container_words(run) or restarted(run) or launch_killed(run)
         left = rows(run, "processes")
         more = f"; {plural(len(left), 'process')} of it left" if left else ""
         reason = f"gone without a record of its end: {why}{more}{last_line(run)}"
@@ -137,6 +132,13 @@ def not_alive(run: dict[str, Any], now: float, host: str | None) -> Told:
     if created is not None and now - created < START and not run.get("given_up"):
         return "starting", f"prepared {ago(now, created)}, not started yet", command("tail", name, host)
     return "failed", f"was prepared {ago(now, created)} and never started", command("deploy", name, host)
+
+
+def restarted(run: dict[str, Any]) -> str:
+    """That the run ended with its machine, or with the container that the host is; else nothing."""
+    if not run.get("rebooted"):
+        return ""
+    return f"the {'container' if run.get('only_container') else 'machine'} restarted since"
 
 
 def launch_killed(run: dict[str, Any]) -> str:

@@ -21,7 +21,8 @@ images {release: image}}}, runs [..], switch and locks
 seconds, `cpu_ticks` two counts `sample_seconds` apart (one, without a sample or once the process is gone), of
 which there are `clock_ticks` a second.
 
-Of a run, `boot` is {release weights} of its boot.json, empty if that may not be read, null without one.
+Of a run, `boot` is {release weights} of its boot.json, empty if that may not be read, null without one;
+`rebooted`: whether the machine, or the container that we are in, started after its launch (`only_container`).
 Of a run in a container, `container` is {id name image image_id running paused pid exit_code oom_killed error
 started finished engine_started gone unknown}: gone if the engine has it no more, unknown (why) if the engine
 could not be asked; of one of Proxmox see `contained_pct.state`. A process's `nspid` is its pid as its own
@@ -94,6 +95,7 @@ class Probe:
         self.sample = sample
         self.problems: list[str] = []
         self.booted = procfs.boot_time()
+        self.began = procfs.container_time()
 
     def facts(self) -> dict[str, Any]:
         began = time.monotonic()
@@ -283,7 +285,8 @@ class Probe:
             "name": name,
             "path": str(run.path),
             "alive": alive,
-            "rebooted": launched is not None and launched < (self.booted or 0),
+            "rebooted": launched is not None and launched < (self.began or 0),
+            "only_container": launched is not None and launched >= (self.booted or 0),
             "run": self.object(run.path / "run.json"),
             "launch": launch,
             "heartbeats": self.heartbeats(run),
@@ -327,7 +330,7 @@ class Probe:
     def oom_kills(self, launch: dict[str, Any] | None, ended: bool) -> int | None:
         """Kills for want of memory on this machine since a launch began that is gone without a word."""
         before, since = number(launch, "oom_kills"), number(launch, "time")
-        if ended or before is None or since is None or since < (self.booted or 0):
+        if ended or before is None or since is None or since < (self.began or 0):
             return None
         now = procfs.oom_kills()
         return None if now is None else max(0, now - int(before))

@@ -300,3 +300,9 @@ def boot_time() -> float | None:
     except OSError:
         return None
     return float(match[1]) if match else None
+
+
+def container_time() -> float | None:
+    """When the container that we are in started, else the machine; up to a second early."""
+    booted, first = boot_time(), stat(1)
+    return booted + first["start"] / TICK if booted is not None and first else booted

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from deploy import lock, mask, onhost, overview, py_spy
+from deploy import health_over, lock, mask, onhost, overview, py_spy
 from deploy.errors import DeployError
 from deploy.health import cut, plural
 from deploy.host import Host
@@ -83,7 +83,7 @@ def lost(run: Mapping[str, Any], host: str) -> str:
     """The sentence for a run whose launch is gone without a word."""
     left = [one["pid"] for one in run.get("processes") or () if one.get("state") not in ("Z", "X")]
     there = "" if host == "localhost" else f" --host {host}"
-    how = "the machine restarted" if run.get("rebooted") else "it was killed"
+    how = health_over.restarted(dict(run)).removesuffix(" since") or "it was killed"
     head = f"{run['run_id']} on {host} has lost its launch ({how})"
     if not left:
         command = f"fab tail{there} --run-id {run['run_id']}"

@@ -30,6 +30,13 @@ def test_a_recorded_situation_gets_its_verdict(path):
     assert "\n" not in found.reason
 
 
+def test_a_run_that_ended_with_its_container_was_killed_by_nobody():
+    found = case("failed-rebooted")
+    assert "the machine restarted since" in verdict(found["run"], found["time"]).reason
+    found["run"].update(only_container=True, oom_kills_since=None)
+    assert "a record of its end: the container restarted since" in verdict(found["run"], found["time"]).reason
+
+
 def test_an_empty_file_may_have_all_in_a_buffer_that_the_program_made_itself():
     """PYTHONUNBUFFERED does not reach ``open(1, "w", buffering=8192)``; only fab peek tells."""
     found = case("stalled-buffered-file")
