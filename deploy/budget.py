@@ -146,8 +146,20 @@ def shortages(
             )
         what = f" of memory free, but {what}"
         look("memory", host, memory.get("available"), what, whole)
-        look("memory", f"the container of {host}", memory.get("room"), what, whole)
+        look("memory", container_of(facts, host), memory.get("room"), what, whole)
     return found
+
+
+def container_of(facts: Mapping[str, Any], host: str) -> str:
+    """What a host's memory limit belongs to."""
+    proxmox = facts.get("proxmox")
+    return f"container {proxmox['container']} ({host})" if proxmox else f"the container of {host}"
+
+
+def more_memory(facts: Mapping[str, Any]) -> str:
+    """The command that gives a container of a Proxmox host more memory; empty for other hosts."""
+    proxmox = facts.get("proxmox")
+    return f"pct set {proxmox['container']} --memory MEGABYTES on the Proxmox host" if proxmox else ""
 
 
 def evictions(
@@ -217,7 +229,8 @@ def _remedy(survey: Survey, short: Short) -> str:
             return f"{beside}: --evict-first evicts them before"
         return f"{beside}: --evict-first stops {live['run_id']}, evicts them, and only then brings these"
     if short.where == "memory":
-        return "stop what uses it, or add memory"
+        given = more_memory(survey.facts)
+        return f"stop what uses it, or add memory{given and f': {given}'}"
     return "remove weights that no run uses, or enlarge it: mount -o remount,size=… /dev/shm"
 
 

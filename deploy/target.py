@@ -22,7 +22,18 @@ class Target:
     host: Host
 
     def facts(self, sample: float = QUIET) -> dict[str, Any]:
-        return evidence.collect(self.host, self.settings.state, self.settings.shm, sample=sample)
+        found = evidence.collect(self.host, self.settings.state, self.settings.shm, sample=sample)
+        return self.completed(found)
+
+    def completed(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Facts of the host, with what the Proxmox host around it says if it is a container there."""
+        if self.settings.container is not None:
+            from deploy import outside
+            from deploy.inside import Inside
+
+            assert isinstance(self.host, Inside)
+            outside.add(self.host.outer, self.settings.container, facts)
+        return facts
 
 
 def one(host_name: str | None, root: Path, accept_new_host_key: bool = False) -> Target:

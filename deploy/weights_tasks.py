@@ -169,6 +169,8 @@ def make_room(
         else:
             others = budget.others(copies, str(found.path), found.name)
             remedy = "; ".join([*_why_not(others, evict_first), remedy])
+        given = budget.more_memory(room) if any(one.where == "memory" for one in short) else ""
+        remedy += f"; or give it more: {given}" if given else ""
         raise DeployError("\n".join(one.sentence for one in short) + f"; {remedy}")
     for eviction in chosen:
         freed = _evict(goal, {"path": eviction.path}, progress)
@@ -300,7 +302,7 @@ def _room(goal: Target) -> dict[str, Any]:
     """The host's places, and what room they and its memory have: see `deploy.room`."""
     words = ("deploy.room:look", goal.settings.state, goal.settings.shm)
     found: dict[str, Any] = onhost.ask(goal.host, *words, timeout=LOOK_TIMEOUT)
-    return found
+    return goal.completed(found)
 
 
 def _known(goal: Target, name: str, place: str, root: str) -> tuple[Any, Any, dict[str, Any]]:

@@ -198,6 +198,34 @@ def test_weights_go_through_the_stdin_of_pct_exec_and_never_by_pct_push(
     assert not (plain.root / said[1].lstrip("/")).exists()
 
 
+def test_a_containers_limit_and_restart_are_known_though_it_does_not_show_them_itself(
+    pve_box: PveBox, tmp_path: Path
+) -> None:
+    small = pve_box.container(203, memory=96)
+    train = Adopted(pve_box, small, tmp_path / "project")
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    with (model / "model.safetensors").open("wb") as file:
+        header = b'{"w":{"dtype":"U8","shape":[100000000],"data_offsets":[0,100000000]}}'
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 100_000_000)
+    try:
+        refused = train.run("weights.push", str(model), *HERE)
+        assert refused.returncode == 1
+        assert "container 203 (gpu-box) has " in refused.stderr
+        assert "; or give it more: pct set 203 --memory MEGABYTES on the Proxmox host" in refused.stderr
+        assert not list(small.root.glob("dev/shm/drafthouse/.m*"))  # not a byte was sent
+        train.file(COUNTED)
+        train.ok("deploy", *HERE, "--no-follow")
+        small.stop()
+        small.start()
+        [row] = json.loads(train.ok("status", *HERE, "--json"))
+        assert "without a record of its end: the container restarted since" in row["reason"]
+    finally:
+        small.remove()
+
+
 def test_the_real_trainer_saves_before_it_is_stopped_and_goes_on_from_there(
     pve_box: PveBox, tmp_path: Path
 ) -> None:
