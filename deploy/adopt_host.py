@@ -12,7 +12,10 @@ from typing import Any
 
 from deploy import mask
 
-_SECRET = re.compile(r"(TOKEN|KEY|PASSWORD|PASSWD|SECRET|CREDENTIALS?)(_?\d+)?$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(TOKEN|KEY|PASSWORD|PASSWD|SECRET|CREDENTIALS?)(_?\d+)?$|(^|_)(PASSWORD|PASSWD|SECRETS?|CREDENTIALS?)_",
+    re.IGNORECASE,
+)
 
 # Of a login these say where and how somebody sits, and nothing of what a program needs.
 LOGIN_ONLY = ("_", "PWD", "OLDPWD", "SHLVL", "TERM", "PS1", "PS2", "LS_COLORS", "COLORTERM", "TMUX",

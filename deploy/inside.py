@@ -177,9 +177,8 @@ class Inside(RemoteFiles):
             ) from None
         except EOFError:
             why = refusal(self.container, self.name, self._look())
-            raise LostError(
-                why or f"{self.name}: the connection was lost while {argv[0]} ran, and with it that was ended"
-            ) from None
+            lost = f"{self.name}: the connection was lost while {argv[0]} ran, which was ended; run it again"
+            raise LostError(why or lost) from None
         except BaseException:  # Ctrl-C: the command does not outlive us
             agent.close()
             raise

@@ -53,6 +53,9 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
     problems = [Check("gpus", False, *_halves(problem)) for problem in found.problems]
     if any(check.name == "gpus" and not check.ok and not check.warning for check in around):
         problems = []  # what the container lacks is known better from outside
+    memory = _shared_memory(survey, host, run, runtime, found.count)
+    if any(check.name == "memory" and not check.ok for check in memory):  # measured, so it says more
+        around = [check for check in around if check.name != "memory"]
     return [
         *_tools(facts, host),
         *around,
@@ -63,7 +66,7 @@ def checks(survey: Survey, host: HostSettings, run: RunSettings) -> list[Check]:
         *_open_secrets(run),
         _state(facts, host),
         _disk(survey, run),
-        *_shared_memory(survey, host, run, runtime, found.count),
+        *memory,
         *[Check("weights", False, *_halves(problem)) for problem in survey.weights_problems],
         *[Check("data", False, *_halves(problem)) for problem in survey.data_problems],
         *[Check("secrets", False, *_halves(problem)) for problem in survey.secret_problems],

@@ -12,6 +12,7 @@ from typing import Any
 from deploy import budget
 from deploy.checks import Check
 from deploy.preflight_pve import MIB, bad
+from deploy.runtimes.pct import MEMORY_MARGIN
 from deploy.settings import HostSettings, RunSettings
 from deploy.sizes import size
 from deploy.survey import Survey
@@ -175,7 +176,7 @@ def _enough(one: Facts, need: int) -> Iterator[Check]:
     text = str(one["values"].get("memory", USUAL_MEMORY))
     has = int(text) if text.isdigit() else USUAL_MEMORY
     if has * MIB < need:
-        wanted = -(-need // MIB)
+        wanted = -(-(need + max(MEMORY_MARGIN, need // 4)) // MIB)
         yield bad(
             "memory",
             f"container {one['id']} may have {size(has * MIB)} of memory, but weights and run "

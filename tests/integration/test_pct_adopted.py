@@ -176,7 +176,7 @@ def test_weights_go_through_the_stdin_of_pct_exec_and_never_by_pct_push(
     plain.conf.write_text(small)
     assert refused.returncode != 0
     assert "container 200 may have 17 MB of memory, but weights and run need 42 MB" in refused.stderr
-    assert "run pct set 200 --memory 41" in refused.stderr
+    assert "run pct set 200 --memory 2089" in refused.stderr
     assert "sent in" in train.ok("weights.push", str(model), *HERE, "--streams", "2")
     assert "there already" in train.ok("weights.push", str(model), *HERE)
     shown = train.ok("deploy", *HERE, "--no-follow")

@@ -132,6 +132,12 @@ def test_what_is_not_carried_over_is_said_with_its_line(goal, bash, script, kind
     assert words in said(made, kind), made.words()
 
 
+def test_a_functions_arguments_are_not_those_of_the_script(goal, bash):
+    made = adopted(goal, bash, 'run() { "$@"; }\nrun python3 t.py --lr 1\n')
+    assert "without arguments" not in said(made, "lost")
+    assert settings.load_run(goal.project, "exp").settings.command[1:] == ["t.py", "--lr", "1"]
+
+
 @pytest.mark.parametrize(
     ("script", "sentence"),
     [
