@@ -22,6 +22,7 @@ from fabbed import FAB, call
 from deploy import CHECKOUT, menu, sender, settings, weights_tasks
 from deploy.errors import DeployError
 from deploy.host import Local, NoPython
+from deploy.remote_files import no_python
 from deploy.ssh import Ssh
 from deploy.target import Target
 
@@ -220,7 +221,7 @@ def test_a_newline_in_a_name_breaks_no_line(goal: Target, model: Path) -> None:
 def test_a_host_without_python_gets_weights_by_rsync(goal: Target, model: Path) -> None:
     said: list[str] = []
     host = Ssh("gpu-box", python="python9")
-    words = host._no_python()
+    words = str(no_python(host))
 
     class Bare(Beside):
         def run(self, argv: Any, **options: Any) -> Any:
