@@ -26,6 +26,9 @@ MAKING = "making.json"  # below the name: which container is being made
 CREATE_TIMEOUT = 1800.0  # seconds; gigabytes are unpacked, maybe onto a storage on a network
 SIGN_OF_LIFE = 15.0  # seconds between two while one is made
 TRIES = 5  # ids that somebody else took in the meantime
+# What Proxmox is told when it makes a container; the rest is written down after that, and tried out. Of the
+# network it must be told now: a trial has none, so what is wrong there would show when the run before is over.
+CREATED_WITH = "arch ostype hostname memory swap unprivileged features cores onboot net0".split()
 TEMPLATE = re.compile(
     r"does not exist|no such (file|volume)|unable to parse|unrecognized|not look like a template|\btar\b|"
     r"unable to detect|extract|OCI",
@@ -95,17 +98,7 @@ def _create(
     values = conf.values
     program = which["pct"]
     argv = [program, "create", str(vmid), make["template"], "--rootfs", make["rootfs"]]
-    for key in (
-        "arch",
-        "ostype",
-        "hostname",
-        "memory",
-        "swap",
-        "unprivileged",
-        "features",
-        "cores",
-        "onboot",
-    ):
+    for key in CREATED_WITH:
         if key in values:
             argv += [f"--{key}", values[key]]
     argv += ["--description", str(pct_host.mark_of(which))]

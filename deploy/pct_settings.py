@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 from typing import Any, Self
@@ -46,15 +47,21 @@ class PctSettings(BaseModel):
             raise ValueError("but must be a size, like 512m or 24g")
         return None if value is None else text
 
-    @field_validator("ip", "gateway")
+    @field_validator("ip")
     @classmethod
-    def _address(cls, value: str | None) -> str | None:
-        if value not in (None, "dhcp"):
-            try:
-                ipaddress.ip_interface(value or "")
-            except ValueError:
-                raise ValueError("but must be an address, like 10.0.0.5/24, or dhcp") from None
-        return value
+    def _ip(cls, value: str) -> str:
+        with contextlib.suppress(ValueError):
+            if value == "dhcp" or (re.search(r"/\d\d?$", value) and ipaddress.IPv4Interface(value)):
+                return value
+        raise ValueError("but must be an address of version 4 with its network, like 10.0.0.5/24, or dhcp")
+
+    @field_validator("gateway")
+    @classmethod
+    def _gateway(cls, value: str | None) -> str | None:
+        with contextlib.suppress(ValueError):
+            if value is None or ipaddress.IPv4Address(value):
+                return value
+        raise ValueError("but must be an address of version 4 without a network, like 10.0.0.1")
 
     @field_validator("bridge")
     @classmethod

@@ -29,15 +29,20 @@ from typing import Any
 import jinja2
 
 from deploy import CHECKOUT
+from deploy.errors import DeployError
 
 TEMPLATES = CHECKOUT / "templates"
 
 
+class Unfit(DeployError, ValueError):
+    """A value that its file cannot hold: a sentence for people, since most are names that people chose."""
+
+
 def shell(value: object) -> str:
-    """`value` as one word of a POSIX shell. Raises ValueError for a NUL byte, which no argument can hold."""
+    """`value` as one word of a POSIX shell. Raises Unfit for a NUL byte, which no argument can hold."""
     text = str(value)
     if "\0" in text:
-        raise ValueError(f"{text!r} has a NUL byte, which no shell word can hold; remove it")
+        raise Unfit(f"{text!r} has a NUL byte, which no shell word can hold; remove it")
     return shlex.quote(text)
 
 
@@ -45,12 +50,12 @@ def envfile(value: object) -> str:
     """`value` as the right-hand side of a line in an env file, byte-exact once Compose v2 has read it.
 
     Always in double quotes: only there can every character be written, and only there is ``#`` no comment.
-    `shlex.quote` is no help: the file is not read by a shell, and `'"'"'` ends the value. Raises ValueError
+    `shlex.quote` is no help: the file is not read by a shell, and `'"'"'` ends the value. Raises Unfit
     for a NUL byte, which no environment can hold.
     """
     text = str(value)
     if "\0" in text:
-        raise ValueError(f"{text!r} has a NUL byte, which no environment variable can hold; remove it")
+        raise Unfit(f"{text!r} has a NUL byte, which no environment variable can hold; remove it")
     text = text.replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")  # the order matters: \ first
     return '"' + text.replace("\n", "\\n").replace("\r", "\\r") + '"'
 
@@ -82,11 +87,11 @@ def systemd(value: object) -> str:
     """`value` as one word of ExecStart= (systemd.service(5), COMMAND LINES).
 
     ``%`` starts a specifier and ``$`` a variable, also within quotes, unless they are doubled. Raises
-    ValueError for a NUL byte or a newline.
+    Unfit for a NUL byte or a newline.
     """
     text = str(value)
     if "\0" in text or "\n" in text:
-        raise ValueError(f"{text!r} has a zero byte or a newline, which no unit can hold; remove it")
+        raise Unfit(f"{text!r} has a zero byte or a newline, which no unit can hold; remove it")
     text = text.replace("%", "%%").replace("$", "$$")
     if _BARE.fullmatch(text):
         return text
@@ -104,12 +109,13 @@ _PROPERTY = re.compile(r"[^,=\s\0-\x1f\x7f]+")
 def pct(value: object) -> str:
     """`value` as a word of a Proxmox property, where ``,`` and ``=`` part words and nothing quotes them.
 
-    Raises ValueError for what cannot be written there.
+    Raises Unfit for what cannot be written there.
     """
     text = str(value)
     if not _PROPERTY.fullmatch(text):
-        raise ValueError(
-            f"{text!r} has a blank, a comma or '=', which no entry of a Proxmox container can hold"
+        raise Unfit(
+            f"{text!r} has a blank, a comma or '=', which no entry of a Proxmox container can hold; choose "
+            "another place for it"
         )
     return text
 
@@ -121,12 +127,12 @@ def pct_path(value: object) -> str:
 
 
 def pct_value(value: object) -> str:
-    """`value` as the rest of a line of a container's configuration. Raises ValueError for a line break."""
+    """`value` as the rest of a line of a container's configuration. Raises Unfit for a line break."""
     text = str(value)
     if re.search(r"[\0-\x08\n-\x1f\x7f]", text) or text != text.strip():
-        raise ValueError(
+        raise Unfit(
             f"{text!r} has a control character or blanks at its ends, which no line of a Proxmox container's "
-            "configuration can hold"
+            "configuration can hold; choose another name for it"
         )
     return text
 
@@ -156,6 +162,6 @@ def render(template: str, **values: Any) -> str:
     """The text of `template` (a file's name in templates/) with `values`.
 
     Raises jinja2.UndefinedError if the template names a value that is not given, jinja2.TemplateNotFound
-    if there is no such template, and ValueError for a value that its file cannot hold.
+    if there is no such template, and Unfit for a value that its file cannot hold.
     """
     return _environment.get_template(template).render(**values)

@@ -13,6 +13,7 @@ from pve_samples import GIB, NODES, host, proxmox
 from samples import STATE, recipe
 
 from deploy import pct_conf, render
+from deploy.errors import DeployError
 from deploy.release import Layout
 from deploy.runtimes import pct
 from deploy.settings import HostSettings, RunSettings
@@ -165,7 +166,10 @@ def test_the_first_storage_of_this_node_that_takes_roots_is_taken() -> None:
 
 @pytest.mark.parametrize("path", ["/a b", "/a,b", "/a=b", "/a\nb"])
 def test_a_path_that_no_entry_can_hold_is_refused(path: str) -> None:
-    with pytest.raises(ValueError, match="no entry of a Proxmox container can hold"):
+    with pytest.raises(DeployError, match="no entry of a Proxmox container can hold; choose another place"):
         render.pct(path)
     if "\n" not in path:
         assert render.pct_path(path) == path.replace(" ", "\\040")
+    else:
+        with pytest.raises(DeployError, match="configuration can hold; choose another name"):
+            render.pct_path(path)

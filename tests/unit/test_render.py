@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy import render
+from deploy.errors import DeployError
 
 HOSTILE = [
     "",
@@ -94,7 +95,7 @@ def test_an_env_value_stays_on_its_line(value: str) -> None:
 
 @pytest.mark.parametrize("quote", [render.shell, render.envfile])
 def test_a_nul_byte_is_refused_in_one_sentence(quote) -> None:
-    with pytest.raises(ValueError, match=r"NUL byte, which no .* can hold; remove it"):
+    with pytest.raises(DeployError, match=r"NUL byte, which no .* can hold; remove it"):
         quote("a\0b")
 
 

@@ -338,6 +338,12 @@ BAD_PROJECTS = {
     "drafthouse: {hosts: {a: {state: x}}}":
         "fabric.yaml:1: drafthouse.hosts.a.state is 'x', but must be an absolute path on that host, like "
         "/var/lib/drafthouse",
+    "drafthouse: {hosts: {a: {pct: {bridge: vmbr0, ip: 10.0.0.5}}}}":
+        "fabric.yaml:1: drafthouse.hosts.a.pct.ip is '10.0.0.5', but must be an address of version 4 with its network, "
+        "like 10.0.0.5/24, or dhcp",
+    "drafthouse: {hosts: {a: {pct: {bridge: vmbr0, gateway: 10.0.0.1/24}}}}":
+        "fabric.yaml:1: drafthouse.hosts.a.pct.gateway is '10.0.0.1/24', but must be an address of version 4 without a "
+        "network, like 10.0.0.1",
     "drafthouse: {host: {}}": "fabric.yaml:1: unknown key 'drafthouse.host'; did you mean hosts?",
     "drafthouse: {hosts: [a]}":
         "fabric.yaml:1: drafthouse.hosts holds ['a'], but must hold keys, like `name: demo`",
