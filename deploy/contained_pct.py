@@ -152,7 +152,7 @@ def up(run: status.RunDir, start: dict[str, Any]) -> tuple[PctContainer | None, 
     said = _last(errors)
     if code:
         why = said[-1] if said else f"pct start ended with exit code {code}"
-        return container, f"container {vmid} was not started: {why}", said
+        return container, f"container {vmid} was not started: {pct_host.why_not(vmid, why)}", said
     return container, "", said
 
 

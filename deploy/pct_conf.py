@@ -153,6 +153,17 @@ def differences(there: Conf, wanted: Conf) -> list[tuple[str, str | None, str | 
     ]
 
 
+def sources(conf: Conf) -> list[str]:
+    """The paths of the host that a container is given: directories, files, devices."""
+    given = [value for key, value in conf.values.items() if re.fullmatch(r"(mp|dev)\d+", key)]
+    found = [value.partition(",")[0] for value in given]
+    for key, value in conf.lxc:
+        if key == "lxc.mount.entry":
+            path = value.split(" ")[0]
+            found.append(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path))
+    return [path for path in found if path.startswith("/")]
+
+
 def _flat(conf: Conf) -> dict[str, str]:
     found = {key: value for key, value in conf.values.items() if key not in UNCOMPARED}
     for key, value in conf.lxc:

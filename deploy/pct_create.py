@@ -27,8 +27,11 @@ CREATE_TIMEOUT = 1800.0  # seconds; gigabytes are unpacked, maybe onto a storage
 SIGN_OF_LIFE = 15.0  # seconds between two while one is made
 TRIES = 5  # ids that somebody else took in the meantime
 # What Proxmox is told when it makes a container; the rest is written down after that, and tried out. Of the
-# network it must be told now: a trial has none, so what is wrong there would show when the run before is over.
-CREATED_WITH = "arch ostype hostname memory swap unprivileged features cores onboot net0".split()
+# network it must be told now: a trial has none, so a mistake would show when the run before is over.
+CREATED_WITH = (
+    *("arch", "ostype", "hostname", "memory", "swap", "unprivileged", "features", "cores", "onboot"),
+    "net0",
+)
 TEMPLATE = re.compile(
     r"does not exist|no such (file|volume)|unable to parse|unrecognized|not look like a template|\btar\b|"
     r"unable to detect|extract|OCI",

@@ -140,13 +140,24 @@ def _started(vmid: int) -> Iterator[None]:
     code, out, err = _pct("start", str(vmid))
     try:
         if code:
-            raise DeployError(
-                f"container {vmid} does not start: {pve.cause(err) or pve.cause(out) or f'exit code {code}'}"
-            )
+            why = why_not(vmid, pve.cause(err) or pve.cause(out) or f"exit code {code}")
+            raise DeployError(f"container {vmid} does not start: {why}")
         yield
     finally:
         if vmid in pve.active():
             stop(vmid)
+
+
+def why_not(vmid: int, said: str) -> str:
+    """Why a container did not start: `said` by Proxmox, unless it lacks what Proxmox does not name."""
+    conf = read(vmid)
+    gone = [path for path in pct_conf.sources(conf) if not os.path.lexists(path)] if conf else []
+    if not gone:
+        return said
+    return (
+        f"{gone[0]}, which it is given, is not there any more ({said}); put it back, or let fab deploy bring "
+        "it again"
+    )
 
 
 def stop(vmid: int) -> None:

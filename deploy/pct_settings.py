@@ -73,7 +73,7 @@ class PctSettings(BaseModel):
     @field_validator("net0")
     @classmethod
     def _net0(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"name=[!-~]+", value):
+        if value is not None and not re.fullmatch(r"name=(?=.*,bridge=[^,])[!-~]+", value):
             raise ValueError("but must be what Proxmox has as net0, like name=eth0,bridge=vmbr0,ip=dhcp")
         return value
 

@@ -7,6 +7,7 @@ start. Standard library only, Python >= 3.9.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -278,6 +279,10 @@ def environment() -> dict[str, str]:
 def cause(text: str) -> str:
     """Of all that a failing `pct` prints, the line that says why."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = next((at for at, line in enumerate(lines, 1) if "Parameter verification failed" in line), 0)
+    if told and told < len(lines):  # which ones, each on a line; how pct is called may follow
+        wrong = itertools.takewhile(lambda line: re.match(r"[\w.-]+: ", line), lines[told:])
+        return "; ".join(wrong) or lines[told]
     telling = [line for line in lines if SPACE.search(line)] or [
         line for line in lines if re.search(r"unable|error|fail|cannot|not |4\d\d ", line, re.IGNORECASE)
     ]

@@ -137,6 +137,16 @@ def test_a_container_is_configured_only_if_it_is_the_one_that_is_meant(
         pct_host.configure(204, which, "/runs/0008-exp", None)
 
 
+def test_what_a_container_lacks_is_named_where_proxmox_does_not(machine: Path) -> None:
+    there, gone = machine / "a b", machine / "gone"
+    there.mkdir()
+    mounted = f"mp0: {machine},mp=/x\nlxc.mount.entry: {str(there).replace(' ', chr(92) + '040')} b none bind 0 0\n"
+    conf(machine, 200, f"{mounted}dev0: /dev/null,mode=0666\nlxc.mount.entry: shm dev/shm tmpfs rw 0 0\n")
+    assert pct_host.why_not(200, "startup failed") == "startup failed"
+    conf(machine, 201, f"{mounted}lxc.mount.entry: {gone} dev/x none bind 0 0\n")
+    assert pct_host.why_not(201, "startup failed").startswith(f"{gone}, which it is given, is not there any more (")
+
+
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
@@ -152,8 +162,10 @@ def test_a_container_is_configured_only_if_it_is_the_one_that_is_meant(
             "a whole template? fab image.build --for pct makes one anew",
         ),
         (
-            "400 Parameter verification failed.\nnet0: invalid format - bridge: value does not match\n",
-            "container 900 could not be made (net0: invalid format - bridge: value does not match); nothing of it is left",
+            "400 Parameter verification failed.\nmemory: value must have a minimum value of 16\nnet0: invalid format\n"
+            "pct create <vmid> <ostemplate> [OPTIONS]\n",
+            "container 900 could not be made (memory: value must have a minimum value of 16; net0: invalid format); "
+            "nothing of it is left",
         ),
     ],
 )  # fmt: skip

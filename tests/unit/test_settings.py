@@ -344,6 +344,9 @@ BAD_PROJECTS = {
     "drafthouse: {hosts: {a: {pct: {bridge: vmbr0, gateway: 10.0.0.1/24}}}}":
         "fabric.yaml:1: drafthouse.hosts.a.pct.gateway is '10.0.0.1/24', but must be an address of version 4 without a "
         "network, like 10.0.0.1",
+    "drafthouse: {hosts: {a: {pct: {net0: name=eth0}}}}":
+        "fabric.yaml:1: drafthouse.hosts.a.pct.net0 is 'name=eth0', but must be what Proxmox has as net0, like "
+        "name=eth0,bridge=vmbr0,ip=dhcp",
     "drafthouse: {host: {}}": "fabric.yaml:1: unknown key 'drafthouse.host'; did you mean hosts?",
     "drafthouse: {hosts: [a]}":
         "fabric.yaml:1: drafthouse.hosts holds ['a'], but must hold keys, like `name: demo`",
