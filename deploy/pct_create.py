@@ -34,7 +34,7 @@ CREATED_WITH = (
 )
 TEMPLATE = re.compile(
     r"does not exist|no such (file|volume)|unable to parse|unrecognized|not look like a template|\btar\b|"
-    r"unable to detect|extract|OCI",
+    r"usernsexec|unable to detect|extract|OCI",
     re.IGNORECASE,
 )
 

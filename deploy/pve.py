@@ -32,6 +32,7 @@ LIBRARIES = (  # of the driver, loaded by CUDA and NVML
     "libnvidia-ptxjitcompiler.so.1",
     "libnvidia-nvvm.so.4",
 )
+ROOTS = ("zfspool", "lvmthin", "btrfs")  # kinds of storage that take root file systems without being told
 KEEP_ENV = (8, 2)  # the version since which `pct exec` has --keep-env
 _COMMAND = re.compile(r"@(/\S*)/(\d+)/command$")  # the abstract socket of a running container
 
@@ -121,8 +122,14 @@ def mapped_ids() -> bool:
     """
     if machine.program("newuidmap") is None:
         return True
-    wanted = f"root:{ID_OFFSET}:{ID_COUNT}"
-    return all(wanted in _text(f"/etc/{name}").split() for name in ("subuid", "subgid"))
+    return all(_hands_out(_text(f"{gpus.root()}/etc/{name}")) for name in ("subuid", "subgid"))
+
+
+def _hands_out(text: str) -> bool:
+    """Whether a subuid(5) gives root all of those ids, in one of its ranges."""
+    ranges = re.findall(r"^(?:root|0):(\d+):(\d+)\s*$", text, re.MULTILINE)
+    last = ID_OFFSET + ID_COUNT
+    return any(int(first) <= ID_OFFSET and int(first) + int(count) >= last for first, count in ranges)
 
 
 def device_nodes() -> list[dict[str, Any]]:
@@ -202,22 +209,13 @@ def _container(vmid: int, running: dict[int, str]) -> dict[str, Any] | None:
 
 
 def storages() -> list[dict[str, Any]]:
-    """The storages as Proxmox is set up, without asking them."""
+    """The storages as Proxmox is set up, without asking them, with what holds where nothing is said."""
     found: list[dict[str, Any]] = []
     for line in _text(f"{gpus.root()}/etc/pve/storage.cfg").splitlines():
         head = re.fullmatch(r"([a-z]+):\s*(\S+)\s*", line)
         item = re.fullmatch(r"\s+([a-z\-]+)(?:\s+(.*?))?\s*", line)
         if head:
-            found.append(
-                {
-                    "name": head[2],
-                    "type": head[1],
-                    "content": [],
-                    "disabled": False,
-                    "nodes": None,
-                    "path": None,
-                }
-            )
+            found.append(_storage(head[2], head[1]))
         elif item and found:
             key, value = item[1], item[2] or ""
             if key in ("content", "nodes"):
@@ -226,7 +224,16 @@ def storages() -> list[dict[str, Any]]:
                 found[-1]["path"] = value
             elif key == "disable":
                 found[-1]["disabled"] = value in ("", "1")
+    if not any(one["name"] == "local" for one in found):
+        content = ["backup", "images", "iso", "rootdir", "snippets", "vztmpl"]
+        found.insert(0, {**_storage("local", "dir"), "content": content, "path": "/var/lib/vz"})
+    for one in found:
+        one["content"] = one["content"] or ["images", *(["rootdir"] if one["type"] in ROOTS else [])]
     return found
+
+
+def _storage(name: str, kind: str) -> dict[str, Any]:
+    return {"name": name, "type": kind, "content": [], "disabled": False, "nodes": None, "path": None}
 
 
 def space() -> dict[str, dict[str, Any]]:

@@ -56,6 +56,28 @@ def test_storages_are_as_they_are_set_up(machine: Path) -> None:
     ]
 
 
+def test_a_storage_takes_what_proxmox_lets_it_take_where_nothing_is_said(machine: Path) -> None:
+    (machine / "etc/pve/storage.cfg").write_text("zfspool: tank\n\tpool tank\n\nlvm: thick\n\tvgname x\n")
+    found = {one["name"]: one["content"] for one in pve.storages()}
+    assert found["tank"] == ["images", "rootdir"]
+    assert found["thick"] == ["images"]
+    assert {"rootdir", "vztmpl"} <= set(found["local"])
+
+
+def test_root_may_have_more_ids_than_a_container_needs(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pve.machine, "program", lambda name: f"/usr/bin/{name}")
+    for text, enough in (
+        ("root:100000:65536", True),
+        ("x:100000:65536\nroot:1000:200000", True),
+        ("root:100000:1000", False),
+    ):
+        for name in ("subuid", "subgid"):
+            (machine / "etc" / name).write_text(f"{text}\n")
+        assert pve.mapped_ids() is enough
+
+
 def test_the_guests_of_all_nodes_are_known_with_and_without_the_clusters_list(machine: Path) -> None:
     conf(machine, 200, "memory: 1\n")
     (machine / "etc/pve/nodes/pve2/qemu-server/101.conf").write_text("")
@@ -140,11 +162,15 @@ def test_a_container_is_configured_only_if_it_is_the_one_that_is_meant(
 def test_what_a_container_lacks_is_named_where_proxmox_does_not(machine: Path) -> None:
     there, gone = machine / "a b", machine / "gone"
     there.mkdir()
-    mounted = f"mp0: {machine},mp=/x\nlxc.mount.entry: {str(there).replace(' ', chr(92) + '040')} b none bind 0 0\n"
+    mounted = (
+        f"mp0: {machine},mp=/x\nlxc.mount.entry: {str(there).replace(' ', chr(92) + '040')} b none bind 0 0\n"
+    )
     conf(machine, 200, f"{mounted}dev0: /dev/null,mode=0666\nlxc.mount.entry: shm dev/shm tmpfs rw 0 0\n")
     assert pct_host.why_not(200, "startup failed") == "startup failed"
     conf(machine, 201, f"{mounted}lxc.mount.entry: {gone} dev/x none bind 0 0\n")
-    assert pct_host.why_not(201, "startup failed").startswith(f"{gone}, which it is given, is not there any more (")
+    assert pct_host.why_not(201, "startup failed").startswith(
+        f"{gone}, which it is given, is not there any more ("
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,6 +186,11 @@ def test_what_a_container_lacks_is_named_where_proxmox_does_not(machine: Path) -
             "unable to create CT 900 - command 'tar xpf - --totals' failed: exit code 2\n",
             "container 900 could not be made (unable to create CT 900 - tar failed: exit code 2): is local:vztmpl/a.tar "
             "a whole template? fab image.build --for pct makes one anew",
+        ),
+        (
+            "unable to create CT 900 - command 'lxc-usernsexec -m u:0:1:2 -- tar xpf -' failed: exit code 2\n",
+            "container 900 could not be made (unable to create CT 900 - lxc-usernsexec failed: exit code 2): is "
+            "local:vztmpl/a.tar a whole template? fab image.build --for pct makes one anew",
         ),
         (
             "400 Parameter verification failed.\nmemory: value must have a minimum value of 16\nnet0: invalid format\n"
