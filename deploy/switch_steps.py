@@ -289,11 +289,25 @@ class Switch:
             return self.restore_links(wanted)
         if current == wanted:
             return "skipped", f"{self.spec['release_id']} is current already"
-        if current:
+        before_that = self.links[1]
+        if current and (before_that in (None, wanted) or self.lived(os.path.basename(current))):
             files.replace_link(self.name / "previous", current)
         files.replace_link(self.name / "current", wanted)
         before = f", before {os.path.basename(current)}" if current else ""
         return "ok", f"current is {self.spec['release_id']}{before}"
+
+    def lived(self, release_id: str) -> bool:
+        """Whether any run of a release came so far as to start; true if there are none to tell.
+
+        One that never did is nothing to go back to, and must not take the place of one that is.
+        """
+        found = []
+        for run in status.list_runs(Path(self.spec["state_root"]) / "runs", self.spec["name"]):
+            with contextlib.suppress(ValueError, OSError):
+                made = run.run()
+                if made and (made.release or {}).get("id") == release_id:
+                    found.append(run)
+        return not found or any((run.path / "launch.json").exists() for run in found)
 
     def restore_links(self, wanted: str) -> tuple[str, str]:
         """As they were: the release that failed is nothing to go back to."""

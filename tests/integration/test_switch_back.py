@@ -92,6 +92,19 @@ def test_a_run_that_is_only_slow_goes_on_and_is_not_rolled_back(place, old):
     assert new.alive()
 
 
+def test_a_release_that_never_started_is_nothing_to_go_back_to(place, old):
+    place.release("bbbbbbbbbbbb")
+    never = place.run_dir(release={"id": "bbbbbbbbbbbb"})
+    (place.root / "names" / "demo" / "current").unlink()
+    (place.root / "names" / "demo" / "current").symlink_to("releases/bbbbbbbbbbbb")
+    place.release("cccccccccccc")
+    assert go(place.spec(place.run_dir(), old, "cccccccccccc")).word == "done"
+    assert not never.launch()
+    names = place.root / "names" / "demo"
+    assert os.readlink(names / "current") == "releases/cccccccccccc"
+    assert os.readlink(names / "previous") == "releases/999999999999"
+
+
 @pytest.mark.parametrize("command", [DIES, BEATS_THEN_DIES], ids=["at once", "after its first heartbeat"])
 def test_a_run_that_dies_before_its_first_step_gives_way_to_the_release_before(place, old, command):
     new = place.run_dir(command)
