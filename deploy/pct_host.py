@@ -154,10 +154,9 @@ def why_not(vmid: int, said: str) -> str:
     gone = [path for path in pct_conf.sources(conf) if not os.path.lexists(path)] if conf else []
     if not gone:
         return said
-    return (
-        f"{gone[0]}, which it is given, is not there any more ({said}); put it back, or let fab deploy bring "
-        "it again"
-    )
+    device = gone[0].startswith("/dev/") and not gone[0].startswith("/dev/shm/")
+    mend = "run nvidia-modprobe -u -c0" if device else "put it back, or let fab deploy bring it again"
+    return f"{gone[0]}, which it is given, is not there any more ({said}); {mend}"
 
 
 def stop(vmid: int) -> None:
