@@ -349,6 +349,8 @@ def wait_for_proxmox(start: Mapping[str, Any]) -> None:
     path = pve.conf_path(start["container"]["vmid"])
     deadline = time.monotonic() + ENGINE_PATIENCE
     while not os.path.exists(path):
+        if os.path.isdir(os.path.dirname(path)):  # it has all of this node's at once
+            raise DeployError(f"there is no {path} any more: fab deploy makes the container anew")
         if time.monotonic() > deadline:
             raise DeployError(
                 f"there is no {path}, {ENGINE_PATIENCE:g} s after the start of this machine: see that "

@@ -19,6 +19,7 @@ from deploy.sizes import size
 from deploy.survey import Survey
 
 VERSION = (8, 1)  # the first whose containers take devices by name (devN)
+PLAIN = (9, 1)  # the first that takes a template that is not compressed
 NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")  # without these no process can use a GPU
 USED_TEMPLATE_BYTES = 10**9  # about what one's own template takes, unpacked
 MIB = 1 << 20
@@ -131,6 +132,13 @@ def _storages(known: Facts, survey: Survey, host: HostSettings, run: RunSettings
                 "template",
                 f"there is no template {run.image.use} on {host.name}",
                 f"look with pveam list {template} there, or correct image: in the run's file",
+            )
+        if run.image.use.endswith(".tar") and (0, 0) < pct.version(known) < PLAIN:
+            name = run.image.use.partition(pct.VOLUME)[2]
+            yield bad(
+                "template",
+                f"Proxmox VE {known['version']} of {host.name} takes no plain .tar like {run.image.use}",
+                f"run zstd on it there, and name {name}.zst in image: in the run's file",
             )
     yield from _storage(known, host, template, "vztmpl", "template_storage", space, 0)
     need = USED_TEMPLATE_BYTES

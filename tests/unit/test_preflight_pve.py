@@ -60,6 +60,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("not mounted", {"known": proxmox(mounted=False)}, "/etc/pve/lxc is not there on pve; run systemctl start pve-cluster there, and see journalctl -u pve-cluster"),
     ("old", {"known": proxmox(version="7.4.17")}, "pve has Proxmox VE 7.4.17, but 8.1 or later is needed; upgrade it, or deploy to a container that you have (container: in fabric.yaml), or set runtime: compose or process for pve in fabric.yaml"),
     ("no template", {"storages": {**STORAGES, "template": False}}, "there is no template local:vztmpl/a.tar.zst on pve; look with pveam list local there, or correct image: in the run's file"),
+    ("plain", {"known": proxmox(version="9.0.3"), "text": TEXT.replace(".zst", "")}, "Proxmox VE 9.0.3 of pve takes no plain .tar like local:vztmpl/a.tar; run zstd on it there, and name a.tar.zst in image: in the run's file"),
     ("no storage", {"pct": {"storage": "fast"}}, "pve has no storage fast; set pct: storage in fabric.yaml to away or zfs"),
     ("wrong content", {"pct": {"storage": "local"}}, "the storage local of pve does not take rootdir; run pvesm set local --content vztmpl,rootdir there, or set pct: storage in fabric.yaml to away or zfs"),
     ("other node", {"pct": {"storage": "away"}}, "the storage away is not there on this node of pve; set pct: storage in fabric.yaml to away or zfs"),

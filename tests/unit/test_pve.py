@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import gpus, pct_create, pct_host, pve
+from deploy import boot, gpus, pct_create, pct_host, pve
 from deploy.errors import DeployError
 
 STORAGES = """\
@@ -171,6 +171,13 @@ def test_what_a_container_lacks_is_named_where_proxmox_does_not(machine: Path) -
     assert pct_host.why_not(201, "startup failed").startswith(
         f"{gone}, which it is given, is not there any more ("
     )
+
+
+def test_a_boot_does_not_wait_for_a_container_that_is_gone(machine: Path) -> None:
+    conf(machine, 200, "rootfs: a:b\n")
+    boot.wait_for_proxmox({"container": {"vmid": 200}})
+    with pytest.raises(DeployError, match=r"201\.conf any more: fab deploy makes the container anew"):
+        boot.wait_for_proxmox({"container": {"vmid": 201}})
 
 
 @pytest.mark.parametrize(
