@@ -221,7 +221,9 @@ def test_what_cannot_be_made_is_said_and_leaves_the_run_in_progress_and_nothing_
         made.write(**changes)
         assert said in made.refused("deploy", "--no-follow")
     made.write()
-    made.host(unprivileged=False, net0="name=eth0,bridge=vmbr0,nothing=1")  # of which a trial would see nothing
+    made.host(
+        unprivileged=False, net0="name=eth0,bridge=vmbr0,nothing=1"
+    )  # of which a trial would see nothing
     assert "container 101 could not be made (" in made.refused("deploy", "--no-follow")
     made.host(unprivileged=True)
     assert "fab stop --name made1 first" in made.refused("restart", "--no-follow")
