@@ -467,10 +467,11 @@ def _new_run(
 
 
 def _owner(user: str | None, facts: Mapping[str, Any]) -> list[int] | None:
-    """The user and group that a run's files belong to; None if these are the deployer's own."""
-    if user is None or facts["uid"] != 0:  # only root can give something away
-        return None
-    return None if _numbers(user) == [0, facts.get("gid", 0)] else _numbers(user)
+    """The user and group that a run's files belong to; None if nothing is given away.
+
+    Root gets them, too: in a container it has no rights to write what is another's.
+    """
+    return None if user is None or facts["uid"] != 0 else _numbers(user)
 
 
 def _numbers(user: str) -> list[int]:
