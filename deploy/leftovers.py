@@ -296,7 +296,7 @@ def _in_use(path: Path, root: Path, memory: Path, counting: Sequence[_Counting])
     if copy and (_is_leftover(path.name, False) or (path / MANIFEST).is_file()):
         if _is_filled(path):
             return "is being filled by a push or a deploy"
-        if weights_uses.users(weights_uses.files_of(path)):
+        if weights_uses.users(weights_uses.all_of(path)):
             return "is used by a process"
         using = [one.run_id for one in counting if str(path) in one.text]
         return f"is what {using[-1]} starts from" if using else None

@@ -1,8 +1,8 @@
 """Which copies of weights and data lie on a host, who uses them, and their removal.
 
-A copy is used while any process of the machine, in a container or not, has a file of it open or mapped: by
-device and inode, since in a container it has another path. Runs ON the host, asked by `deploy.weights_tasks`.
-Standard library only, Python >= 3.9.
+A copy is used while any process of the machine, in a container or not, has a file of it open or mapped, or
+has it mounted, as a running container has: by device and inode, since in a container it has another path.
+Runs ON the host, asked by `deploy.weights_tasks`. Standard library only, Python >= 3.9.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def listing(state: str | None, shm: str | None) -> list[dict[str, Any]]:
         for path in _entries(place)
         if parts(path) and path.is_dir() and not path.is_symlink()
     ]
-    files = {path: files_of(path) for path, _, _ in copies}
+    files = {path: all_of(path) for path, _, _ in copies}
     using = users([one for found in files.values() for one in found])
     runs = [(run.path.name, _text(run.path)) for run in status.list_runs(Path(state) / "runs")]
     found = [
@@ -128,13 +128,52 @@ def files_of(path: Path) -> dict[File, os.stat_result]:
     return found
 
 
+def all_of(path: Path) -> set[File]:
+    """Every file below `path`, and the directory itself, which is what a container mounts."""
+    found = set(files_of(path))
+    try:
+        one = os.stat(path)
+    except OSError:
+        return found
+    return {*found, (one.st_dev, one.st_ino)}
+
+
 def users(files: Iterable[File]) -> dict[File, set[int]]:
-    """The processes that have these files open or mapped, as far as we may look."""
+    """The processes that have these files open, mapped or mounted, as far as we may look.
+
+    Of those that have the same mounts the first stands for all.
+    """
     wanted = set(files)
+    devices = {device for device, _ in wanted}
     found: dict[File, set[int]] = {}
-    for pid in procfs.processes() if wanted else ():
-        for one in (_mapped(pid) | _open(pid)) & wanted:
+    seen: set[str] = set()
+    for pid in sorted(procfs.processes()) if wanted else ():
+        for one in (_mapped(pid) | _open(pid) | _mounted(pid, devices, seen)) & wanted:
             found.setdefault(one, set()).add(pid)
+    return found
+
+
+def _mounted(pid: int, devices: set[int], seen: set[str]) -> set[File]:
+    """What of these devices is mounted where a process is; nothing for mounts that were looked at before."""
+    found: set[File] = set()
+    try:
+        space = os.readlink(f"/proc/{pid}/ns/mnt")
+    except OSError:
+        return found
+    if space in seen:
+        return found
+    seen.add(space)
+    for line in procfs.read(pid, "mountinfo").splitlines():
+        words = line.split(b" ")
+        major, _, minor = words[2].partition(b":") if len(words) > 4 else (b"", b"", b"")
+        if not minor or os.makedev(int(major), int(minor)) not in devices:
+            continue
+        place = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), words[4])
+        try:
+            one = os.stat(b"/proc/%d/root%s" % (pid, place))
+        except OSError:
+            continue
+        found.add((one.st_dev, one.st_ino))
     return found
 
 
@@ -180,7 +219,8 @@ def verify(paths: list[str], progress: Progress = silent) -> dict[str, list[str]
 def evict(place: str, path: str, progress: Progress = silent) -> int:
     """Remove a copy in `place` that no process uses. Returns the bytes that it had.
 
-    Raises DeployError, and leaves all as it is, while a process has a file of it open or mapped.
+    Raises DeployError, and leaves all as it is, while a process has a file of it open or mapped, or a
+    container has it mounted.
     """
     target = Path(path)
     known = parts(target)
@@ -190,7 +230,7 @@ def evict(place: str, path: str, progress: Progress = silent) -> int:
     with weights_store.locked(target.parent, name, weights_store.SHM_KEY, progress):
         if not target.is_dir():
             raise DeployError(f"{path} is not there any more")
-        held = users(files_of(target))
+        held = users(all_of(target))
         pids = sorted({pid for some in held.values() for pid in some})
         if pids:
             who = ", ".join(_describe(pid) for pid in pids[:3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,32 @@ def test_a_copy_that_is_open_is_not_evicted(shm: Path) -> None:
         os.close(reading)
         os.close(writing)
         os.waitpid(child, 0)
+    weights_uses.evict(str(shm), str(copy))
+
+
+@pytest.mark.root
+def test_a_copy_that_a_container_has_mounted_is_not_evicted(shm: Path, tmp_path: Path) -> None:
+    """Its program may have read all of it, and need it again after a crash."""
+    (copy,) = shm.glob("m@*")
+    place = tmp_path / "in a\tcontainer"
+    place.mkdir()
+    script = 'mount --bind "$1" "$2" && echo mounted && exec sleep 600'
+    with subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", script, "sh", copy, place], stdout=subprocess.PIPE
+    ) as container:
+        try:
+            assert container.stdout
+            assert container.stdout.readline() == b"mounted\n"
+            with pytest.raises(
+                DeployError, match=rf"^{copy} is used by process {container.pid} \(sleep 600\)"
+            ):
+                weights_uses.evict(str(shm), str(copy))
+            (found,) = [
+                one for one in weights_uses.listing(str(tmp_path), str(shm)) if one["path"] == str(copy)
+            ]
+            assert found["processes"] == [container.pid]
+        finally:
+            container.kill()
     weights_uses.evict(str(shm), str(copy))
 
 
