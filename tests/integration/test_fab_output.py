@@ -13,6 +13,8 @@ from deployed import CHECKOUT
 from fabbed import FAB, Fab, project, server
 from invoke import Context, Exit
 
+pytestmark = pytest.mark.slow
+
 FULL = (
     "the answer cannot be written to stdout: No space left on device; "
     "make room there, or write it elsewhere\n"

@@ -12,6 +12,8 @@ from launching import gone, launched, make_run, python
 
 from trainer.status import Run, RunDir
 
+pytestmark = pytest.mark.slow
+
 
 def launch(*words: str, **keywords) -> subprocess.CompletedProcess:
     command = [sys.executable, "-u", "-m", "trainer.launch", *words]

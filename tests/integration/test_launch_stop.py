@@ -14,6 +14,8 @@ from launching import gone, launched, make_run, python, wait_for
 from trainer.processes import all_processes, descendants
 from trainer.status import RunDir
 
+pytestmark = pytest.mark.slow
+
 needs_tini = pytest.mark.program("tini")
 under_tini_or_alone = pytest.mark.parametrize(
     "wrapper", [[], pytest.param(["tini", "-s", "--"], marks=needs_tini)], ids=["alone", "under tini"]

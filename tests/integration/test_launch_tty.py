@@ -13,6 +13,8 @@ from launching import gone, launched, python, wait_for
 from trainer.processes import read_process
 from trainer.status import RunDir
 
+pytestmark = pytest.mark.slow
+
 EVERY_BYTE = bytes(range(256))
 # A line that the program does not flush, then a wait for a file: if seen before, it was not held back.
 C = r"""

@@ -18,6 +18,8 @@ from deploy.errors import DeployError
 from deploy.host import Local, Result
 from trainer.status import RunDir
 
+pytestmark = pytest.mark.slow
+
 # One process per rank, as trainers are; "loader" is one of their helpers, which sends no heartbeat.
 RANKS = """
 import faulthandler, os, queue, signal, subprocess, sys, threading, time

@@ -340,3 +340,277 @@ def test_a_way_back_that_could_not_be_gone_is_refused_before_anything_is_touched
     assert str(caught.value) == (
         f"box: run 0006-demo could not be restored, since {said}; deploy without --rollback-on-failure"
     )
+
+
+# -- what a failure must not hurt --------------------------------------------------------------------------
+
+
+class Kept:
+    """A deploy lock that nobody takes away."""
+
+    def check(self) -> None:
+        pass
+
+
+def start(
+    monkeypatch: pytest.MonkeyPatch, found: dict, user: str | None = None, held: Any = None, **work: Any
+) -> list[str]:
+    """Carry a deploy to a machine of these facts out as far as the new run; what was asked there."""
+    asked: list[str] = []
+
+    @contextlib.contextmanager
+    def hold(*words: Any, **more: Any) -> Iterator[Any]:
+        yield held or Kept()
+
+    def ask(host: Any, function: str, *words: Any, **more: Any) -> None:
+        asked.append(function)
+        raise HostError(f"box: {function} was asked")
+
+    monkeypatch.setattr(lock, "hold", hold)
+    monkeypatch.setattr(execute.evidence, "collect", lambda *words, **more: found)
+    monkeypatch.setattr(onhost, "ask", ask)
+    monkeypatch.setattr(release, "refuse_changed", lambda *words: None)
+    layout = survey().layout
+    made = plan.Plan("deploy", "start", "box", "demo", layout, user=user, seen=plan.seen(found, "demo"))
+    said: list[str] = []
+    needed = execute.Work(status.Run("", "demo", ["true"]), "python3", **work)
+    try:
+        execute.start(made, Recorder(), needed, said.append)  # type: ignore[arg-type]
+    except HostError:
+        return asked
+    raise AssertionError("the new run was not asked for")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "uid", "refused"),
+    [
+        ("10001:10001", "1000:1000", 0, True),
+        ("0:0", "10001:10001", 0, True),
+        ("10001:10001", "10001:10001", 0, False),
+        ("10001:10001", None, 0, False),  # nothing changes hands
+        (None, "10001:10001", 0, False),  # a process of root's writes anywhere
+        ("1000:1000", "0:0", 1000, False),  # an engine without root: nothing can be given away
+    ],
+)
+def test_places_do_not_change_hands_under_a_run_in_progress(
+    monkeypatch: pytest.MonkeyPatch, old: str | None, new: str | None, uid: int, refused: bool
+) -> None:
+    found = facts(uid=uid, gid=uid, runs=[run(run={"user": old})])
+    if not refused:
+        assert start(monkeypatch, found, new)[0] == "deploy.new_run:make"
+        return
+    with pytest.raises(DeployError) as caught:
+        start(monkeypatch, found, new)
+    assert str(caught.value) == (
+        f"run 0007-demo on box is in progress as user {old}, and as {new} the new one could not share its checkpoints "
+        "with it: fab stop --name demo first, then deploy"
+    )
+    assert start(monkeypatch, facts(runs=[run(alive=False, run={"user": old})]), new)
+
+
+def test_only_root_gives_a_runs_files_away() -> None:
+    assert execute._owner("10001:10002", facts()) == [10001, 10002]
+    assert execute._owner("0:0", facts()) is None
+    assert execute._owner("0:0", facts(uid=1000, gid=1000)) is None  # an engine without root
+
+
+def test_without_the_lock_no_run_directory_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start(monkeypatch, facts()) == ["deploy.new_run:make", "deploy.new_run:discard_begun"]
+
+    class LostOnTheWay(Kept):
+        checks = 0
+
+        def check(self) -> None:
+            self.checks += 1
+            if self.checks > 2:  # after the last check before the directory is made
+                raise DeployError("the lock was lost")
+
+    assert start(monkeypatch, facts(), held=LostOnTheWay()) == ["deploy.new_run:make"]
+
+
+BEFORE = status.Run(
+    "0006-demo",
+    "demo",
+    ["python", "--target-model", "/dev/shm/drafthouse/small@0123456789ab"],
+    image="ours:1",
+    user="10001:10001",
+    secrets=["TOKEN"],
+    secrets_file="/s/secrets-0006-demo",
+)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ("release", "its release aaaaaaaaaaaa is gone"),
+        ("secrets", "its secrets in /s/secrets-0006-demo are gone"),
+        ("weights", "its weights /dev/shm/drafthouse/small@0123456789ab are not in shared memory any more"),
+        ("image", "its image ours:1 is not there any more"),
+        ("user", "it was user 10001:10001's, and its checkpoints become user 1000:1000's"),
+        ("nothing", ""),
+    ],
+)
+def test_a_way_back_that_could_not_be_gone_is_refused_before_anything_is_touched(
+    monkeypatch: pytest.MonkeyPatch, lacks: str, said: str
+) -> None:
+    weights = "/dev/shm/drafthouse/small@0123456789ab"
+    boot = {"weights": {"source": "/models/small", "path": weights, "digest": "0123456789abcdef"}}
+    found = facts(
+        names={
+            "demo": {
+                "releases": [] if lacks == "release" else ["a" * 12],
+                "secrets": [] if lacks == "secrets" else ["/s/secrets-0006-demo"],
+            }
+        },
+        weights=[] if lacks == "weights" else [{"path": weights}],
+        runs=[run("0006-demo", alive=False, boot=boot)],
+    )
+    kept = {"run": dataclasses.asdict(BEFORE), "spec": {"release_id": "a" * 12, "start": {"argv": ["x"]}}}
+    monkeypatch.setattr(Recorder, "read", lambda self, path: json.dumps(kept).encode(), raising=False)
+    monkeypatch.setattr(image, "there", lambda host, name: None if lacks == "image" else "sha256:1")
+    user = "1000:1000" if lacks == "user" else "10001:10001"
+    if not said:
+        assert start(monkeypatch, found, user, rollback="/s/0006-demo")[0] == "deploy.new_run:make"
+        return
+    with pytest.raises(DeployError) as caught:
+        start(monkeypatch, found, user, rollback="/s/0006-demo")
+    assert str(caught.value) == (
+        f"box: run 0006-demo could not be restored, since {said}; deploy without --rollback-on-failure"
+    )
+
+
+# -- what a failure must not hurt --------------------------------------------------------------------------
+
+
+class Kept:
+    """A deploy lock that nobody takes away."""
+
+    def check(self) -> None:
+        pass
+
+
+def start(
+    monkeypatch: pytest.MonkeyPatch, found: dict, user: str | None = None, held: Any = None, **work: Any
+) -> list[str]:
+    """Carry a deploy to a machine of these facts out as far as the new run; what was asked there."""
+    asked: list[str] = []
+
+    @contextlib.contextmanager
+    def hold(*words: Any, **more: Any) -> Iterator[Any]:
+        yield held or Kept()
+
+    def ask(host: Any, function: str, *words: Any, **more: Any) -> None:
+        asked.append(function)
+        raise HostError(f"box: {function} was asked")
+
+    monkeypatch.setattr(lock, "hold", hold)
+    monkeypatch.setattr(execute.evidence, "collect", lambda *words, **more: found)
+    monkeypatch.setattr(onhost, "ask", ask)
+    monkeypatch.setattr(release, "refuse_changed", lambda *words: None)
+    layout = survey().layout
+    made = plan.Plan("deploy", "start", "box", "demo", layout, user=user, seen=plan.seen(found, "demo"))
+    said: list[str] = []
+    needed = execute.Work(status.Run("", "demo", ["true"]), "python3", **work)
+    try:
+        execute.start(made, Recorder(), needed, said.append)  # type: ignore[arg-type]
+    except HostError:
+        return asked
+    raise AssertionError("the new run was not asked for")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "uid", "refused"),
+    [
+        ("10001:10001", "1000:1000", 0, True),
+        ("0:0", "10001:10001", 0, True),
+        ("10001:10001", "10001:10001", 0, False),
+        ("10001:10001", None, 0, False),  # nothing changes hands
+        (None, "10001:10001", 0, False),  # a process of root's writes anywhere
+        ("1000:1000", "0:0", 1000, False),  # an engine without root: nothing can be given away
+    ],
+)
+def test_places_do_not_change_hands_under_a_run_in_progress(
+    monkeypatch: pytest.MonkeyPatch, old: str | None, new: str | None, uid: int, refused: bool
+) -> None:
+    found = facts(uid=uid, gid=uid, runs=[run(run={"user": old})])
+    if not refused:
+        assert start(monkeypatch, found, new)[0] == "deploy.new_run:make"
+        return
+    with pytest.raises(DeployError) as caught:
+        start(monkeypatch, found, new)
+    assert str(caught.value) == (
+        f"run 0007-demo on box is in progress as user {old}, and as {new} the new one could not share its checkpoints "
+        "with it: fab stop --name demo first, then deploy"
+    )
+    assert start(monkeypatch, facts(runs=[run(alive=False, run={"user": old})]), new)
+
+
+def test_only_root_gives_a_runs_files_away() -> None:
+    assert execute._owner("10001:10002", facts()) == [10001, 10002]
+    assert execute._owner("0:0", facts()) is None
+    assert execute._owner("0:0", facts(uid=1000, gid=1000)) is None  # an engine without root
+
+
+def test_without_the_lock_no_run_directory_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start(monkeypatch, facts()) == ["deploy.new_run:make", "deploy.new_run:discard_begun"]
+
+    class LostOnTheWay(Kept):
+        checks = 0
+
+        def check(self) -> None:
+            self.checks += 1
+            if self.checks > 2:  # after the last check before the directory is made
+                raise DeployError("the lock was lost")
+
+    assert start(monkeypatch, facts(), held=LostOnTheWay()) == ["deploy.new_run:make"]
+
+
+BEFORE = status.Run(
+    "0006-demo",
+    "demo",
+    ["python", "--target-model", "/dev/shm/drafthouse/small@0123456789ab"],
+    image="ours:1",
+    user="10001:10001",
+    secrets=["TOKEN"],
+    secrets_file="/s/secrets-0006-demo",
+)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ("release", "its release aaaaaaaaaaaa is gone"),
+        ("secrets", "its secrets in /s/secrets-0006-demo are gone"),
+        ("weights", "its weights /dev/shm/drafthouse/small@0123456789ab are not in shared memory any more"),
+        ("image", "its image ours:1 is not there any more"),
+        ("user", "it was user 10001:10001's, and its checkpoints become user 1000:1000's"),
+        ("nothing", ""),
+    ],
+)
+def test_a_way_back_that_could_not_be_gone_is_refused_before_anything_is_touched(
+    monkeypatch: pytest.MonkeyPatch, lacks: str, said: str
+) -> None:
+    weights = "/dev/shm/drafthouse/small@0123456789ab"
+    boot = {"weights": {"source": "/models/small", "path": weights, "digest": "0123456789abcdef"}}
+    found = facts(
+        names={
+            "demo": {
+                "releases": [] if lacks == "release" else ["a" * 12],
+                "secrets": [] if lacks == "secrets" else ["/s/secrets-0006-demo"],
+            }
+        },
+        weights=[] if lacks == "weights" else [{"path": weights}],
+        runs=[run("0006-demo", alive=False, boot=boot)],
+    )
+    kept = {"run": dataclasses.asdict(BEFORE), "spec": {"release_id": "a" * 12, "start": {"argv": ["x"]}}}
+    monkeypatch.setattr(Recorder, "read", lambda self, path: json.dumps(kept).encode(), raising=False)
+    monkeypatch.setattr(image, "there", lambda host, name: None if lacks == "image" else "sha256:1")
+    user = "1000:1000" if lacks == "user" else "10001:10001"
+    if not said:
+        assert start(monkeypatch, found, user, rollback="/s/0006-demo")[0] == "deploy.new_run:make"
+        return
+    with pytest.raises(DeployError) as caught:
+        start(monkeypatch, found, user, rollback="/s/0006-demo")
+    assert str(caught.value) == (
+        f"box: run 0006-demo could not be restored, since {said}; deploy without --rollback-on-failure"
+    )

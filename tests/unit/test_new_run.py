@@ -162,3 +162,85 @@ def test_a_link_put_in_a_directorys_place_meanwhile_leads_nowhere(
     assert place.stat().st_uid == 10001
     assert [path.stat().st_uid for path in (place / "aside").iterdir()] == [10001, 10001]
     assert [path.stat().st_uid for path in (victim, victim / "data", victim / "model")] == [0, 0, 0]
+
+
+def test_a_run_that_a_switch_has_accepted_stays_though_the_same_was_refused(tmp_path: Path) -> None:
+    paths = [new_run.make(str(tmp_path), RUN, "K=v\n")["path"] for _ in range(3)]
+    (Path(paths[0]) / "switch.json").touch()  # accepted, and on its way
+    with open(tmp_path / "names" / "demo" / "switch.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(json.dumps({"run_path": paths[1], "what": "switch"}))  # accepted, and not a word written
+        lock.flush()
+        for path in paths:
+            secrets = tmp_path / "names" / "demo" / f"secrets-{Path(path).name}"
+            new_run.discard_refused(str(tmp_path), "demo", path, str(secrets))
+    assert [os.path.exists(path) for path in paths] == [True, True, False]
+    left = sorted(path.name for path in (tmp_path / "names" / "demo").glob("secrets-*"))
+    assert left == ["secrets-0001-demo", "secrets-0002-demo"]
+    new_run.discard_refused(str(tmp_path), "demo", paths[1])  # nobody has it any more
+    assert not os.path.exists(paths[1])
+
+
+@pytest.mark.root
+def test_a_link_put_in_a_directorys_place_meanwhile_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, victim = tmp_path / "names" / "demo" / "checkpoints", tmp_path / "etc"
+    for folder in (place / "step-1", victim):
+        folder.mkdir(parents=True)
+        (folder / "model").touch()
+    chown = os.chown
+
+    def swap(path: Any, *words: Any, **more: Any) -> None:
+        """A container that is faster: as soon as the directory is its own, it is a link."""
+        chown(path, *words, **more)
+        if os.path.basename(path) == "step-1" and not (place / "step-1").is_symlink():
+            (place / "step-1").rename(place / "aside")
+            (place / "step-1").symlink_to(victim)
+
+    monkeypatch.setattr(os, "chown", swap)
+    new_run.make(str(tmp_path), RUN, None, [str(place)], [10001, 10001])
+    assert place.stat().st_uid == 10001
+    assert (victim / "model").stat().st_uid == 0
+    assert victim.stat().st_uid == 0
+
+
+def test_a_run_that_a_switch_has_accepted_stays_though_the_same_was_refused(tmp_path: Path) -> None:
+    paths = [new_run.make(str(tmp_path), RUN, "K=v\n")["path"] for _ in range(3)]
+    (Path(paths[0]) / "switch.json").touch()  # accepted, and on its way
+    with open(tmp_path / "names" / "demo" / "switch.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(json.dumps({"run_path": paths[1], "what": "switch"}))  # accepted, and not a word written
+        lock.flush()
+        for path in paths:
+            secrets = tmp_path / "names" / "demo" / f"secrets-{Path(path).name}"
+            new_run.discard_refused(str(tmp_path), "demo", path, str(secrets))
+    assert [os.path.exists(path) for path in paths] == [True, True, False]
+    left = sorted(path.name for path in (tmp_path / "names" / "demo").glob("secrets-*"))
+    assert left == ["secrets-0001-demo", "secrets-0002-demo"]
+    new_run.discard_refused(str(tmp_path), "demo", paths[1])  # nobody has it any more
+    assert not os.path.exists(paths[1])
+
+
+@pytest.mark.root
+def test_a_link_put_in_a_directorys_place_meanwhile_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, victim = tmp_path / "names" / "demo" / "checkpoints", tmp_path / "etc"
+    for folder in (place / "step-1", victim):
+        folder.mkdir(parents=True)
+        (folder / "model").touch()
+    chown = os.chown
+
+    def swap(path: Any, *words: Any, **more: Any) -> None:
+        """A container that is faster: as soon as the directory is its own, it is a link."""
+        chown(path, *words, **more)
+        if os.path.basename(path) == "step-1" and not (place / "step-1").is_symlink():
+            (place / "step-1").rename(place / "aside")
+            (place / "step-1").symlink_to(victim)
+
+    monkeypatch.setattr(os, "chown", swap)
+    new_run.make(str(tmp_path), RUN, None, [str(place)], [10001, 10001])
+    assert place.stat().st_uid == 10001
+    assert (victim / "model").stat().st_uid == 0
+    assert victim.stat().st_uid == 0

@@ -336,6 +336,132 @@ def test_a_place_that_another_user_can_change_is_refused(
     assert not list(shm.iterdir())  # not even a lock: there could be a link in its place
 
 
+@pytest.mark.root
+@pytest.mark.parametrize("planted", ["", ".drafthouse.json", "model.safetensors"])
+def test_a_copy_that_another_user_can_have_made_is_not_taken_for_the_weights(
+    model: Path, tmp_path: Path, planted: str
+) -> None:
+    shm = tmp_path / "shm"
+    planned = plan(model, shm)
+    stage(planned)
+    copy = Path(str(planned.path))
+    (copy / "model.safetensors").chmod(0o644)
+    (copy / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-1] + b"?")
+    os.chown(copy / planted, 1000, 1000)
+    again = plan(model, shm)
+    assert (again.action, again.path) == ("copy", planned.path)
+    assert stage(again) == "copied"
+    assert (copy / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert plan(model, shm).action == "present"
+
+
+@pytest.mark.parametrize("name", [".", "model.safetensors"])
+def test_a_copy_that_every_user_can_change_is_made_again(model: Path, tmp_path: Path, name: str) -> None:
+    shm = tmp_path / "shm"
+    planned = plan(model, shm)
+    stage(planned)
+    (Path(str(planned.path)) / name).chmod(0o777)
+    assert plan(model, shm).action == "copy"
+
+
+def test_a_copy_is_only_ours_to_change_whatever_new_files_are_given(model: Path, tmp_path: Path) -> None:
+    (model / "sub").mkdir()
+    (model / "sub" / "x.txt").write_text("x")
+    before = os.umask(0)
+    try:
+        stage(plan(model, tmp_path / "shm"))
+    finally:
+        os.umask(before)
+    assert plan(model, tmp_path / "shm").action == "present"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("owner", "mode", "said"),
+    [
+        (1000, 0o755, "{shm} belongs to user 1000, who can change the weights in it"),
+        (0, 0o1777, "every user can write to {shm}, and so change the weights in it"),
+    ],
+)
+def test_a_place_that_another_user_can_change_is_refused(
+    model: Path, tmp_path: Path, owner: int, mode: int, said: str
+) -> None:
+    shm = tmp_path / "shm"
+    planned = plan(model, shm)
+    shm.mkdir()
+    os.chown(shm, owner, owner)
+    shm.chmod(mode)
+    words = f"{said.format(shm=shm)}; remove {shm}, or choose another place with shm: in fabric.yaml"
+    assert weights_store.look(str(model), str(shm)) == {"problems": [words]}
+    with pytest.raises(DeployError) as caught:
+        stage(planned)
+    assert str(caught.value) == words
+    assert entries(shm) == []
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("planted", ["", ".drafthouse.json", "model.safetensors"])
+def test_a_copy_that_another_user_can_have_made_is_not_taken_for_the_weights(
+    model: Path, tmp_path: Path, planted: str
+) -> None:
+    shm = tmp_path / "shm"
+    planned = plan(model, shm)
+    stage(planned)
+    copy = Path(str(planned.path))
+    (copy / "model.safetensors").chmod(0o644)
+    (copy / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-1] + b"?")
+    os.chown(copy / planted, 1000, 1000)
+    again = plan(model, shm)
+    assert (again.action, again.path) == ("copy", planned.path)
+    assert stage(again) == "copied"
+    assert (copy / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert plan(model, shm).action == "present"
+
+
+@pytest.mark.parametrize("name", [".", "model.safetensors"])
+def test_a_copy_that_every_user_can_change_is_made_again(model: Path, tmp_path: Path, name: str) -> None:
+    shm = tmp_path / "shm"
+    planned = plan(model, shm)
+    stage(planned)
+    (Path(str(planned.path)) / name).chmod(0o777)
+    assert plan(model, shm).action == "copy"
+
+
+def test_a_copy_is_only_ours_to_change_whatever_new_files_are_given(model: Path, tmp_path: Path) -> None:
+    (model / "sub").mkdir()
+    (model / "sub" / "x.txt").write_text("x")
+    before = os.umask(0)
+    try:
+        stage(plan(model, tmp_path / "shm"))
+    finally:
+        os.umask(before)
+    assert plan(model, tmp_path / "shm").action == "present"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("owner", "mode", "said"),
+    [
+        (1000, 0o755, "{shm} belongs to user 1000, who can change the weights in it"),
+        (0, 0o1777, "every user can write to {shm}, and so change the weights in it"),
+    ],
+)
+def test_a_place_that_another_user_can_change_is_refused(
+    model: Path, tmp_path: Path, owner: int, mode: int, said: str
+) -> None:
+    shm = tmp_path / "shm"
+    planned = plan(model, shm)
+    shm.mkdir()
+    os.chown(shm, owner, owner)
+    shm.chmod(mode)
+    words = f"{said.format(shm=shm)}; remove {shm}, or choose another place with shm: in fabric.yaml"
+    assert weights_store.look(str(model), str(shm)) == {"problems": [words]}
+    with pytest.raises(DeployError) as caught:
+        stage(planned)
+    assert str(caught.value) == words
+    assert entries(shm) == []
+
+
 def test_a_damaged_copy_does_not_stay_beside_the_new_one(model: Path, tmp_path: Path) -> None:
     shm = tmp_path / "shm"
     stage(plan(model, shm))
