@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.attention import Blocks
+from trainer.blocks import Blocks
 from trainer.data_meta import SCHEMA, check_meta, read_meta
 from trainer.errors import InputError
 
@@ -330,7 +330,7 @@ class Reader:
         slots = min(-(-max(len(anchors), 1) // SLOT_BUCKET) * SLOT_BUCKET, max(p.max_anchors, 1))
         blocks = Blocks.build(rows, anchors, p.block_size, slots=slots, bucket=CONTEXT_BUCKET)
         blocks = replace(blocks, context_length=min(blocks.context_length, width))
-        documents, positions = blocks.documents.numpy()[:, None], blocks.positions.numpy()
+        documents, positions = blocks.rows.numpy()[:, None], blocks.positions.numpy()
         labels = tokens[documents, positions]
         slot = np.arange(p.block_size)
         decay = np.exp(-(slot - 1) / p.gamma) * (slot > 0)

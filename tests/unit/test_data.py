@@ -218,7 +218,7 @@ def test_blocks_are_sorted_and_valid_and_their_labels_are_the_documents_tokens(
     reader = Reader(completions, PORTIONS)
     for number in range(reader.batches_per_epoch):
         b = reader.batch(number)
-        pairs = list(zip(b.blocks.documents.tolist(), b.blocks.anchors.tolist(), strict=True))
+        pairs = list(zip(b.blocks.rows.tolist(), b.blocks.anchors.tolist(), strict=True))
         kept, padding = pairs[: b.blocks.kept], pairs[b.blocks.kept :]
         assert kept == sorted(set(kept))
         assert set(padding) <= {(0, 0)}

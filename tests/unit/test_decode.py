@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from trainer import decode, evaluation
-from trainer.attention import Blocks
+from trainer.blocks import Blocks
 from trainer.data import Completions, Portions, Reader, write_completions
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig

@@ -7,7 +7,8 @@ import tiny
 import torch
 from torch import Tensor
 
-from trainer.attention import Blocks, dense_attention
+from trainer.attention import dense_attention
+from trainer.blocks import Blocks
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig, check_layer_ids, default_layer_ids
 from trainer.errors import InputError
@@ -94,6 +95,22 @@ def test_no_feature_at_or_after_the_anchor_reaches_the_block(drafter: Drafter) -
     after = drafter(other, blocks, drafter.fuse(changed))
     assert torch.equal(after[0], before[0])
     assert not torch.equal(after[1], before[1])
+
+
+def test_nothing_of_another_document_in_the_row_reaches_the_block(drafter: Drafter) -> None:
+    blocks = Blocks.build([0, 0, 0, 1], [4, 9, 12, 10], 4, starts=[0, 6, 6, 0])
+    embeddings, taps = inputs(drafter, blocks)
+    before = drafter(embeddings, blocks, drafter.fuse(taps))
+    changed, other = taps.clone(), embeddings.clone()
+    changed[0, :6] += 10  # the document before,
+    changed[0, 9:] -= 5  # what the block may not know of its own,
+    changed[1] *= 2  # another row,
+    other[[0, 2, 3]] += 1  # other blocks
+    after = drafter(other, blocks, drafter.fuse(changed))
+    assert torch.equal(after[1], before[1])
+    assert not torch.equal(after[2], before[2])
+    changed[0, 6] += 1
+    assert not torch.equal(drafter(other, blocks, drafter.fuse(changed))[1], before[1])
 
 
 @pytest.mark.parametrize(
