@@ -81,6 +81,7 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
         num_layers=settings.num_draft_layers,
         target_layer_ids=settings.target_layer_ids,
         num_taps=settings.num_taps,
+        sliding_window=settings.sliding_window,
         mask_token_id=mask,
     )
     resuming.check(settings, drafter)

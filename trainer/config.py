@@ -142,6 +142,9 @@ class Settings:
     gamma: float | None = flag(
         None, number(0, positive=True), "decay of the loss along a block (default: by its size)", learns=True
     )
+    sliding_window: int | None = flag(
+        None, integer(1), "context positions a slot sees, itself counted (default: all)", learns=True
+    )
     init_from_target: bool = flag(False, SWITCH, "start from the target's last layers", learns=True)
 
     save_interval: int = flag(500, integer(1), "steps between checkpoints")

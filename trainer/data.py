@@ -247,6 +247,7 @@ class Portions:
     max_anchors: int  # blocks of a micro-batch, shared by its documents
     gamma: float  # decay: slot k weighs exp(-(k - 1) / gamma)
     mask_token_id: int
+    sliding_window: int | None = None  # of the drafter's attention
     seed: int = 0
 
 
@@ -328,7 +329,9 @@ class Reader:
             anchors += chosen.tolist()
 
         slots = min(-(-max(len(anchors), 1) // SLOT_BUCKET) * SLOT_BUCKET, max(p.max_anchors, 1))
-        blocks = Blocks.build(rows, anchors, p.block_size, slots=slots, bucket=CONTEXT_BUCKET)
+        blocks = Blocks.build(
+            rows, anchors, p.block_size, slots=slots, bucket=CONTEXT_BUCKET, window=p.sliding_window
+        )
         blocks = replace(blocks, context_length=min(blocks.context_length, width))
         documents, positions = blocks.rows.numpy()[:, None], blocks.positions.numpy()
         labels = tokens[documents, positions]

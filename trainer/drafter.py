@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.attention import Blocks, two_part_attention
+from trainer.attention import two_part_attention
+from trainer.blocks import Blocks, sees_context
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 
@@ -173,6 +174,7 @@ class Drafter(nn.Module):
         least `blocks.context_length`. Returns the normed hidden states [N, B, H]; times the target's output
         head they are logits.
         """
+        assert blocks.window == self.config.sliding_window, "the blocks were cut for another sliding window"
         context = context[:, : blocks.context_length]
         by = self._rotation(blocks.positions, block_embeddings)
         every = self.context_keys_values(context, torch.arange(context.shape[1], device=context.device))
@@ -201,8 +203,13 @@ class Drafter(nn.Module):
         positions = torch.arange(start, start + block_embeddings.shape[0], device=block_embeddings.device)
         by = self._rotation(positions, block_embeddings)
         x = block_embeddings
+        seen = None
+        if (window := self.config.sliding_window) is not None:
+            slot = torch.arange(x.shape[0], device=x.device)[:, None]
+            context = sees_context(torch.arange(start, device=x.device), 0, start, slot, window)
+            seen = F.pad(context, (0, x.shape[0]), value=True)
         for i, layer in enumerate(self._layers()):
-            x = layer(x, by, partial(_attend_to_cache, cache=cache, layer=i))
+            x = layer(x, by, partial(_attend_to_cache, cache=cache, layer=i, seen=seen))
         return self.norm(x)
 
     @torch.no_grad()
@@ -238,11 +245,15 @@ class Drafter(nn.Module):
             own.copy_(source)
 
 
-def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, cache: ContextCache, layer: int) -> Tensor:
-    """One block against the whole cache and itself; nothing is hidden from it. [B, heads, d]"""
+def _attend_to_cache(
+    query: Tensor, key: Tensor, value: Tensor, cache: ContextCache, layer: int, seen: Tensor | None
+) -> Tensor:
+    """One block against the cache and itself, [B, heads, d]; `seen` [B, keys] bool leaves out what a window
+    hides.
+    """
     keys, values = cache.with_block(layer, key, value)
     q, k, v = (t.transpose(0, 1)[None] for t in (query, keys, values))
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
 
 
 def decoder_of(model: Any) -> Any:

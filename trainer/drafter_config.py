@@ -61,6 +61,7 @@ class DrafterConfig:
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
     max_position_embeddings: int = 32768
+    sliding_window: int | None = None  # positions of the context that a slot sees, itself counted; None: all
 
     @classmethod
     def for_target(
@@ -72,6 +73,7 @@ class DrafterConfig:
         target_layer_ids: Sequence[int] | None = None,
         num_taps: int | None = None,
         mask_token_id: int,
+        sliding_window: int | None = None,
     ) -> DrafterConfig:
         """A drafter with the width, heads and rotary base of a target (its Hugging Face text config).
 
@@ -104,10 +106,16 @@ class DrafterConfig:
             target_layer_ids=tuple(ids),
             num_target_layers=layers,
             max_position_embeddings=int(getattr(target_config, "max_position_embeddings", 32768)),
+            sliding_window=sliding_window,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys under which serving engines look for a DFlash drafter."""
+        """The keys under which serving engines look for a DFlash drafter.
+
+        A window is written everywhere they look for one, with `causal` false: within the block it was trained
+        in both directions.
+        """
+        window = self.sliding_window
         value = dataclasses.asdict(self)
         del value["mask_token_id"], value["target_layer_ids"]
         return {
@@ -117,10 +125,9 @@ class DrafterConfig:
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
             "hidden_act": "silu",
             "attention_bias": False,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "max_window_layers": self.num_hidden_layers,
+            "layer_types": ["sliding_attention" if window else "full_attention"] * self.num_hidden_layers,
+            "use_sliding_window": window is not None,
+            "max_window_layers": 0 if window else self.num_hidden_layers,  # the first with a window
             "dtype": "float32",
             "tie_word_embeddings": False,
             "is_causal": False,
@@ -129,6 +136,7 @@ class DrafterConfig:
                 "target_layer_ids": list(self.target_layer_ids),
                 "block_size": self.block_size,
                 "causal": False,
+                **({"use_swa": True, "swa_window_size": window} if window else {}),
             },
         }
 

@@ -14,7 +14,7 @@ from trainer.errors import InputError
 from trainer.modeldir import target_digest
 
 _OF_TARGET = ("vocab_size", "hidden_size", "num_target_layers")
-_OF_SETTINGS = ("block_size", "num_hidden_layers", "target_layer_ids", "mask_token_id")
+_OF_SETTINGS = ("block_size", "num_hidden_layers", "target_layer_ids", "mask_token_id", "sliding_window")
 TOY = "toy "  # before the digest of a target that the trainer made itself
 
 

@@ -81,6 +81,7 @@ class Trainer:
             num_layers=settings.num_draft_layers,
             target_layer_ids=settings.target_layer_ids,
             num_taps=settings.num_taps,
+            sliding_window=settings.sliding_window,
             mask_token_id=default_mask_token(target_dir, vocabulary) if mask is None else mask,
         )
         self.target.tap(self.config.target_layer_ids)
@@ -101,6 +102,7 @@ class Trainer:
                 max_anchors=settings.max_anchors,
                 gamma=settings.decay,
                 mask_token_id=self.config.mask_token_id,
+                sliding_window=settings.sliding_window,
                 seed=settings.seed,
             ),
         )

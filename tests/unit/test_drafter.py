@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import tiny
 import torch
@@ -59,8 +61,12 @@ def test_parameters_have_the_names_that_serving_engines_load() -> None:
     assert {name: tuple(value.shape) for name, value in made.state_dict().items()} == expected
 
 
-def test_training_and_the_cached_decode_loop_give_the_same_block(drafter: Drafter) -> None:
-    blocks = Blocks.build([0, 0, 1, 1], [0, 7, 5, 19], 4, slots=5)
+@pytest.mark.parametrize("window", [None, 6])
+def test_training_and_the_cached_decode_loop_give_the_same_block(
+    drafter: Drafter, window: int | None
+) -> None:
+    drafter.config = dataclasses.replace(drafter.config, sliding_window=window)
+    blocks = Blocks.build([0, 0, 1, 1], [0, 7, 5, 19], 4, slots=5, window=window)
     embeddings, taps = inputs(drafter, blocks)
     trained = drafter(embeddings, blocks, drafter.fuse(taps))
     for i, (document, anchor) in enumerate([(0, 0), (0, 7), (1, 5), (1, 19)]):
@@ -159,6 +165,22 @@ def test_the_config_survives_json_and_says_what_engines_need() -> None:
     assert DrafterConfig.from_json(value) == made
     assert value["architectures"] == ["DFlashDraftModel"]
     assert value["block_size"] == value["dflash_config"]["block_size"] == 4
+    assert value["layer_types"] == ["full_attention"] * 2
+
+
+def test_a_sliding_window_is_written_wherever_engines_look_for_it() -> None:
+    made = config(tiny.qwen3(), sliding_window=2048)
+    value = made.to_json()
+    assert DrafterConfig.from_json(value) == made
+    assert value["layer_types"] == ["sliding_attention"] * 2
+    assert (value["sliding_window"], value["use_sliding_window"], value["max_window_layers"]) == (
+        2048,
+        True,
+        0,
+    )
+    assert value["dflash_config"]["use_swa"] is True
+    assert value["dflash_config"]["swa_window_size"] == 2048
+    assert value["is_causal"] is value["dflash_config"]["causal"] is False
     assert value["dflash_config"]["target_layer_ids"] == [0, 2]
     assert value["dflash_config"]["mask_token_id"] == MASK
     assert value["is_causal"] is False
