@@ -3,7 +3,7 @@ once.
 
 One cycle (arXiv 2602.06036): the proposer guesses the tokens after the newest one; the target reads the
 newest token and the guess in one pass; the longest prefix on which its own choices agree is kept, and its
-choice after that prefix, the bonus, comes for free. The rest is cut from its cache. The text is the
+choice after that prefix, the bonus, comes for free. The rest is taken back (trainer/cached.py). The text is the
 target's own, token for token, at any temperature: a proposer decides only how many passes it takes.
 Acceptance length τ is the mean number of tokens that a cycle adds.
 
@@ -12,16 +12,16 @@ Letters in shapes: b sequences, n new positions, V vocabulary, B slots in a bloc
 
 from __future__ import annotations
 
-import inspect
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from trainer.cached import CachedTarget
 from trainer.drafter import Drafter
-from trainer.errors import InputError
 from trainer.target import Target
 
 
@@ -32,6 +32,7 @@ class Decoded:
     tokens: list[int]  # prompt and continuation
     prompt: int  # tokens of the prompt
     cycles: list[int] = field(default_factory=list)  # tokens that each cycle added; the prefill adds one
+    seconds: float = field(default=0.0, compare=False)  # from the first token, the prefill's, to the last
 
     @property
     def continuation(self) -> list[int]:
@@ -74,40 +75,7 @@ class Choice:
         return self.scores(logits, position).argmax(-1).tolist()
 
 
-# -- the target with a cache -------------------------------------------------------------------------------
-
-
-class CachedTarget:
-    """The target reading on: keys and values of what it has read are kept, and can be cut back."""
-
-    def __init__(self, target: Target, *, rollback: bool = True) -> None:
-        from transformers import DynamicCache  # late: it takes seconds
-
-        self.target = target
-        self.cache = DynamicCache(config=target.config)
-        self.rollback = rollback
-        if rollback and hasattr(self.cache, "activate_past_recording"):
-            self.cache.activate_past_recording()  # sliding windows keep what a cut may bring back
-        parameters = inspect.signature(target.model.forward).parameters
-        self._keyword = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.x
-
-    def read(self, ids: Tensor, last: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Read on with `ids` [b, n]. Returns logits [b, n, V], or of only the `last` positions, and the
-        tapped layers' outputs [b, n, K·H] (None if none is tapped).
-        """
-        arguments: dict[str, Any] = {self._keyword: self.cache, "logits_to_keep": last}
-        logits = self.target.model(input_ids=ids, use_cache=True, **arguments).logits
-        return logits, self.target.taken_taps() if self.target.layer_ids else None
-
-    def forget(self, count: int) -> None:
-        """Cut the newest `count` positions. Raises InputError if this kind of target cannot be cut back."""
-        if not getattr(self.cache, "is_croppable", True):
-            raise InputError(
-                f"{type(self.target.model).__name__} has a recurrent state that cannot be rolled back, so "
-                "it cannot verify a guess here; leave the evaluation out (--eval-prompts 0)"
-            )
-        # Negative: how many to remove. Transformers refuses a positive count, once the length to keep.
-        self.cache.crop(-count)
+# -- the target alone ----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -134,6 +102,7 @@ def plain(
     start = ids.shape[1]
     chosen, leads = [], []
     running = set(range(len(prompts)))
+    began = 0.0
     for position in range(start, start + new_tokens):
         if tick is not None:
             tick()
@@ -145,17 +114,26 @@ def plain(
         ids = best.indices[:, :1]
         chosen.append(ids)
         leads.append(best.values[:, 0] - best.values[:, 1])
+        began = began or now(target.device)
         if stop:
             running -= {row for row, token in enumerate(ids[:, 0].tolist()) if token in stop}
             if not running:
                 break
     found = []
+    seconds = now(target.device) - began
     for prompt, row in zip(prompts, torch.cat(chosen, 1).tolist(), strict=True):
-        found.append(Decoded([*prompt, *_until(row, stop)], start))
+        found.append(Decoded([*prompt, *until(row, stop)], start, seconds=seconds))
     return found, torch.stack(leads, 1).tolist()
 
 
-def _until(tokens: Sequence[int], stop: Collection[int]) -> list[int]:
+def now(device: torch.device) -> float:
+    """Seconds on a clock, once `device` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def until(tokens: Sequence[int], stop: Collection[int]) -> list[int]:
     """`tokens` up to and with the first that is in `stop`."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stop), len(tokens))
     return list(tokens[:end])
@@ -188,11 +166,15 @@ class BlockDrafter:
         assert taps is not None
         self.drafter.append_context(self.cache, taps.to(self.drafter.norm.weight.dtype))
 
-    def propose(self, tokens: Sequence[int]) -> list[int]:
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """What the drafter makes of the slots after the newest of `tokens`: [B - 1, V]."""
         self._block[0] = tokens[-1]
         embedded = self.target.embed(self._block).to(self.drafter.norm.weight.dtype)
         hidden = self.drafter.draft(embedded, len(tokens) - 1, self.cache)[1:]
-        return (hidden.to(self.target.lm_head.dtype) @ self.target.lm_head.T).argmax(-1).tolist()
+        return self.target.head(hidden.to(self.target.lm_head.dtype))
+
+    def propose(self, tokens: Sequence[int]) -> list[int]:
+        return self.logits(tokens).argmax(-1).tolist()
 
 
 class PromptLookup:
@@ -244,7 +226,7 @@ def speculative(
     """Decode one text with `proposer`; the same text as `plain` gives with the same `choice`.
 
     `tick` is called before each cycle; what it raises ends the decoding.
-    Raises InputError if the target's cache cannot be cut back.
+    Raises InputError if the target's cache cannot be taken back.
     """
     choice = choice or Choice()
     cached = CachedTarget(target)
@@ -259,6 +241,7 @@ def speculative(
     proposer.take(taps)
     tokens = [*prompt, *choice(logits[-1:], len(prompt))]
     cycles: list[int] = []
+    began = now(target.device)
     while len(tokens) < goal and tokens[-1] not in stop:
         if tick is not None:
             tick()
@@ -268,10 +251,10 @@ def speculative(
         accepted = agreement(guess, answers)
         cached.forget(len(guess) - accepted)
         proposer.take(None if taps is None else taps[: accepted + 1])
-        added = _until(answers[: accepted + 1], stop)[: goal - len(tokens)]
+        added = until(answers[: accepted + 1], stop)[: goal - len(tokens)]
         tokens += added
         cycles.append(len(added))
-    return Decoded(tokens, len(prompt), cycles)
+    return Decoded(tokens, len(prompt), cycles, now(target.device) - began)
 
 
 def replay(proposer: Proposer, text: Decoded) -> list[int]:

@@ -21,6 +21,7 @@ class Target:
         self.decoder = decoder_of(model)
         self.config = model.config.get_text_config()
         self.num_layers = len(self.decoder.layers)
+        self.head = model.get_output_embeddings()
         self._taps: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.layer_ids: tuple[int, ...] = ()
@@ -30,22 +31,35 @@ class Target:
     def load(
         cls, directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
     ) -> Target:
-        """Load a model directory. Raises InputError if it is damaged.
+        """Load a model directory. Raises InputError if it is damaged, or no decoder that can be a target.
 
         Its safetensors are mapped: on the CPU they stay so, and a device gets them tensor by tensor, without
         a second copy in memory. With another `dtype` than the files' own they are converted, into a copy.
+        Of a model with a vision part (Qwen3.5, …) the language model alone is loaded, where transformers has
+        a class for that.
         """
-        read_config(directory)
+        config = read_config(directory)
         check_weights(directory)
-        from transformers import AutoModelForCausalLM  # late: it takes seconds
-        from transformers.utils import logging
+        from transformers.utils import logging  # late: it takes seconds
 
         logging.disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())[:300]
+            model, found = _auto_class(config).from_pretrained(
+                str(directory),
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers raises what it likes for what is wrong with its input
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise InputError(f"--target-model {directory}: transformers cannot load it ({reason})") from None
+        # Without this, transformers would leave random numbers there and only warn.
+        if lacking := sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])}):
+            raise InputError(
+                f"--target-model {directory}: its weights do not fit its config.json: {len(lacking)} tensors "
+                f"are missing or of another shape, {lacking[0]} first; copy the model again"
+            )
         if more := _more_than_a_product(model):
             raise InputError(
                 f"--target-model {directory}: its output head is more than a product with a matrix ({more}), "
@@ -54,7 +68,16 @@ class Target:
         return cls(model.to(device))
 
     def tap(self, layer_ids: tuple[int, ...] | list[int]) -> None:
-        """Choose the layers whose outputs `features` returns, in this order."""
+        """Choose the layers whose outputs `features` returns, in this order.
+
+        Raises InputError for a layer that is not there, and for the last one: what Hugging Face lists as its
+        output has gone through the final norm, so there would be two meanings of that id.
+        """
+        if wrong := [i for i in layer_ids if not 0 <= i < self.num_layers - 1]:
+            raise InputError(
+                f"layer {wrong[0]} of a target of {self.num_layers} layers cannot be tapped: give ids from 0 "
+                f"to {self.num_layers - 2} (the last layer cannot be tapped)"
+            )
         for hook in self._hooks:
             hook.remove()
         self.layer_ids = tuple(layer_ids)
@@ -74,7 +97,7 @@ class Target:
     @property
     def lm_head(self) -> Tensor:
         """Weight of the output head, [V, H]."""
-        return self.model.get_output_embeddings().weight
+        return self.head.weight
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
@@ -97,6 +120,19 @@ class Target:
         """
         last = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         return self.taken_taps(), last
+
+
+def _auto_class(config: dict[str, Any]) -> Any:
+    """Which of transformers' classes loads the language model of a config.json."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    kind = config["model_type"]
+    if kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return transformers.AutoModelForCausalLM
+    if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return transformers.AutoModelForImageTextToText  # the whole of it; only its decoder will be run
+    raise ValueError(f"it knows no causal language model of the type '{kind}'")
 
 
 def _more_than_a_product(model: Any) -> str | None:
