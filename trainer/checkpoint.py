@@ -6,7 +6,8 @@ bit.
 
 A checkpoint is written into a hidden directory beside its place, flushed to disk and renamed. Which one is
 newest is told by a number in state.json that grows with every save into the output directory, never by a
-clock.
+clock. state.json also holds the digest of every other file, so that a byte which the disk has changed is
+noticed before anything is trained on it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -48,6 +50,7 @@ class State:
     # Of evaluations: {"before": {"of": what was measured, "step": …, "rows": […]}, "after": …}
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     wandb_id: str = ""  # of the run in Weights & Biases that a resumed run continues
+    digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the checkpoint's other files
     schema: int = SCHEMA
 
 
@@ -136,8 +139,10 @@ def save(
     optimizer: dict[str, Any],
     config: dict[str, Any],
     keep: int,
+    keep_every: int | None = None,
 ) -> Path:
-    """Write a checkpoint of `state` and remove this run's oldest ones beyond `keep`. Returns its directory.
+    """Write a checkpoint of `state` and remove this run's oldest ones beyond `keep`, but for those of a step
+    that `keep_every` divides. Returns its directory.
 
     Raises SaveError if that is impossible, whatever the reason (a full disk): then nothing else has changed.
     """
@@ -154,22 +159,23 @@ def save(
         for name, tensors in zip(TENSORS, (drafter, optimizer), strict=True):
             save_file({key: value.detach().contiguous() for key, value in tensors.items()}, partial / name)
         write_json(partial / "config.json", config)
+        state.digests = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
         write_json(partial / "state.json", dataclasses.asdict(state))
         for file in partial.iterdir():
-            _flush(file)
-        _flush(partial)
+            flush(file)
+        flush(partial)
         if place.exists():  # of an earlier start with this run id: it makes room only when ours is complete
             shutil.rmtree(old, ignore_errors=True)
             place.rename(old)
         partial.rename(place)
         shutil.rmtree(old, ignore_errors=True)
-        _flush(home)
+        flush(home)
         _point(output / "latest", place)
     except Exception as error:
         _put_back(old)
         shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(f"no checkpoint at step {state.step}: {home} cannot be written ({error})") from error
-    _retire(home, keep)
+    _retire(home, keep, keep_every)
     return place
 
 
@@ -188,17 +194,28 @@ def finish(found: Found) -> None:
         raise SaveError(f"{found.path}/state.json cannot be written ({error})") from error
 
 
-def newest(output: Path, report: Callable[[str], None]) -> Found | None:
-    """The newest checkpoint that is whole; every newer one that is damaged is reported and passed over."""
-    for path in _directories(output):
+def newest(output: Path, report: Callable[[str], None], *, verify: bool = True) -> Found | None:
+    """The newest checkpoint that is whole; every newer one that is damaged is reported and passed over.
+
+    Without `verify` the files are judged by their headers and sizes, not read: enough for a first look.
+    """
+    for path in directories(output):
         if isinstance(read := _read_state(path), str):
             report(f"warning: checkpoint {path} is damaged and passed over: {read}")
     for found in sorted(_readable(output), key=lambda f: f.state.sequence, reverse=True):
-        if wrong := _damage(found.path):
+        if wrong := _damage(found, verify):
             report(f"warning: checkpoint {found.path} is damaged and passed over: {wrong}")
         else:
             return found
     return None
+
+
+def examine(path: Path) -> Found | str:
+    """The checkpoint that `path` is, or what is wrong with it."""
+    state = _read_state(path)
+    if isinstance(state, str):
+        return state
+    return _damage(found := Found(path, state), verify=True) or found
 
 
 def load(found: Found) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -214,12 +231,13 @@ def read_config(found: Found) -> dict[str, Any]:
     return json.loads((found.path / "config.json").read_text(encoding="utf-8"))
 
 
-def _directories(output: Path) -> list[Path]:
+def directories(output: Path) -> list[Path]:
+    """Where checkpoints may lie in an output directory."""
     return sorted(path for path in output.glob("*/step-*") if path.is_dir() and not path.parent.is_symlink())
 
 
 def _readable(output: Path) -> list[Found]:
-    states = ((path, _read_state(path)) for path in _directories(output))
+    states = ((path, _read_state(path)) for path in directories(output))
     return [Found(path, state) for path, state in states if isinstance(state, State)]
 
 
@@ -238,26 +256,36 @@ def _read_state(path: Path) -> State | str:
         return f"state.json is not what was written there ({error})"
 
 
-def _damage(path: Path) -> str | None:
+def _damage(found: Found, verify: bool) -> str | None:
     """What is wrong with a checkpoint whose state.json is right; None if nothing is."""
+    path = found.path
     for name in TENSORS:
         if wrong := check_safetensors(path / name):
             return f"{name} {wrong}"
     try:
         config = read_json(path / "config.json")
+        if not isinstance(config, dict):
+            return "config.json is missing or is not what was written there"
+        for name, digest in found.state.digests.items() if verify else ():
+            if _sha256(path / Path(name).name) != digest:
+                return f"{name} is not what was written there: its bytes have changed since"
     except (OSError, ValueError) as error:
-        return f"config.json cannot be read ({error})"
-    if not isinstance(config, dict):
-        return "config.json is missing or is not what was written there"
+        return f"it cannot be read ({error})"
     return None
 
 
-def _retire(home: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints of one run."""
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _retire(home: Path, keep: int, every: int | None) -> None:
+    """Remove all but the `keep` newest checkpoints of one run, and those of every `every`-th step."""
     mine = [Found(p, s) for p in home.glob("step-*") if isinstance(s := _read_state(p), State)]
     mine.sort(key=lambda f: f.state.sequence)
     for found in mine[: max(len(mine) - keep, 0)]:
-        shutil.rmtree(found.path, ignore_errors=True)
+        if not every or found.state.step % every:
+            shutil.rmtree(found.path, ignore_errors=True)
 
 
 def _point(link: Path, goal: Path) -> None:
@@ -269,7 +297,8 @@ def _point(link: Path, goal: Path) -> None:
     os.replace(temporary, link)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have what is written there on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

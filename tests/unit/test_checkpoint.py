@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -42,7 +43,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     ]
     found = newest(tmp_path, print)
     assert found is not None
-    assert found.state == state(120, results={"before": [1]}, sequence=1)
+    assert found.state == state(120, results={"before": [1]}, sequence=1, digests=found.state.digests)
+    assert sorted(found.state.digests) == ["config.json", "drafter.safetensors", "optimizer.safetensors"]
     assert torch.equal(checkpoint.load(found)[0]["a"], torch.full((100,), 120.0))
     assert checkpoint.read_config(found) == {"block_size": 4}
     assert os.readlink(tmp_path / "latest") == "0001-x/step-00000120"
@@ -63,6 +65,22 @@ def test_only_the_newest_of_a_run_are_kept(tmp_path: Path) -> None:
         store(tmp_path, step, "0002-x", keep=2)
     assert sorted(p.name for p in (tmp_path / "0002-x").iterdir()) == ["step-00000030", "step-00000040"]
     assert (tmp_path / "0001-x" / "step-00000005").exists()
+
+
+def test_those_of_every_mth_step_are_kept_beside_the_newest(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        tensors = {"a": torch.zeros(3)}
+        save(tmp_path, state(step), tensors, tensors, {}, keep=1, keep_every=20)
+    names = sorted(p.name for p in (tmp_path / "0001-x").iterdir())
+    assert names == ["step-00000020", "step-00000040", "step-00000050"]
+
+
+def test_a_checkpoint_from_before_there_were_digests_is_still_whole(tmp_path: Path) -> None:
+    file = store(tmp_path, 10) / "state.json"
+    value = json.loads(file.read_text())
+    del value["digests"]
+    file.write_text(json.dumps(value))
+    assert step_of(tmp_path) == 10
 
 
 def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
@@ -135,6 +153,10 @@ def test_a_save_imports_nothing_that_was_not_there_before_the_first_step(tmp_pat
         ("drafter.safetensors", "empty"),
         ("config.json", "gone"),
         ("config.json", "cut"),
+        ("state.json", "empty"),
+        ("drafter.safetensors", "flipped"),
+        ("optimizer.safetensors", "flipped"),
+        ("config.json", "flipped"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, file: str, how: str) -> None:
@@ -142,6 +164,9 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, file: str, h
     broken = store(tmp_path, 20) / file
     content = broken.read_bytes()
     broken.write_bytes(content[: len(content) // 2] if how == "cut" else b"")
+    if how == "flipped":  # one bit of the last number: the size, the header and the JSON are as they were
+        place = len(content) - (4 if file == "config.json" else 1)
+        broken.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     if how == "gone":
         broken.unlink()
     said: list[str] = []
