@@ -112,36 +112,6 @@ def test_an_engine_that_does_not_say_where_its_disk_is_keeps_nobody(images: Path
     assert image_store.wanted(str(images), "gpu-box", SHIP)["missing"]
 
 
-def test_an_engine_without_room_to_unpack_is_told_before_a_byte_is_sent(images: Path, monkeypatch) -> None:
-    monkeypatch.setattr(image_store, "_docker", lambda *words: "/engine\n")
-    monkeypatch.setattr(image_store, "_free", lambda path: 1000 if path == "/engine" else 10**9)
-    with pytest.raises(DeployError, match=r"has 1\.0 kB free under /engine, and what the engine unpacks takes"):
-        image_store.wanted(str(images), "gpu-box", SHIP)
-
-
-def test_an_engine_that_does_not_say_where_its_disk_is_keeps_nobody(images: Path, monkeypatch) -> None:
-    def fail(*words: str) -> str:
-        raise DeployError("no answer")
-
-    monkeypatch.setattr(image_store, "_docker", fail)
-    assert image_store.wanted(str(images), "gpu-box", SHIP)["missing"]
-
-
-def test_an_engine_without_room_to_unpack_is_told_before_a_byte_is_sent(images: Path, monkeypatch) -> None:
-    monkeypatch.setattr(image_store, "_docker", lambda *words: "/engine\n")
-    monkeypatch.setattr(image_store, "_free", lambda path: 1000 if path == "/engine" else 10**9)
-    with pytest.raises(DeployError, match=r"has 1\.0 kB free under /engine, and what the engine unpacks takes"):
-        image_store.wanted(str(images), "gpu-box", SHIP)
-
-
-def test_an_engine_that_does_not_say_where_its_disk_is_keeps_nobody(images: Path, monkeypatch) -> None:
-    def fail(*words: str) -> str:
-        raise DeployError("no answer")
-
-    monkeypatch.setattr(image_store, "_docker", fail)
-    assert image_store.wanted(str(images), "gpu-box", SHIP)["missing"]
-
-
 def test_what_has_come_is_checked_and_put_to_the_others(images: Path) -> None:
     wanted(images)
     (images / "incoming" / blob(NEW)[0]).write_bytes(NEW)

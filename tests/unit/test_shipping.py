@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import fcntl
-import fcntl
 import hashlib
 import io
 import json
@@ -178,102 +176,6 @@ def test_an_rsync_that_does_not_say_its_version_is_one_sentence(tmp_path: Path, 
     monkeypatch.setattr(rsyncing, "VERSION_TIMEOUT", 0.2)
     with pytest.raises(DeployError, match=r"rsync did not say its version within 0\.2 s; see whether"):
         rsyncing.check("ships images")
-
-
-def test_an_engine_that_gives_nothing_is_given_up(engine: Path, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "bin" / "docker").write_text(
-        '#!/bin/sh\nif [ "$1" = image ]; then echo sha256:0123456789abcdef; else exec sleep 600; fi\n'
-    )
-    monkeypatch.setattr(shipping, "SAVE_SILENCE", 0.2)
-    silent = r"docker save on this machine gave no sign of life for .* and was ended: look at its engine"
-    with pytest.raises(DeployError, match=silent), shipping.export("x:1", lambda text: None):
-        pass
-    assert [path.name for path in shipping.cache().iterdir()] == ["export.lock"]
-
-
-def test_an_engine_that_does_not_answer_or_is_not_there_is_one_sentence(
-    engine: Path, tmp_path: Path, monkeypatch
-) -> None:
-    docker = tmp_path / "bin" / "docker"
-    docker.write_text("#!/bin/sh\nexec sleep 600\n")
-    monkeypatch.setattr(shipping, "DOCKER_TIMEOUT", 0.2)
-    with pytest.raises(DeployError, match=r"did not answer docker image within 0\.2 s: see whether docker ps"):
-        shipping._docker("image", "inspect", "x:1")
-    docker.unlink()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(DeployError, match="this machine has no docker client"):
-        shipping._docker("image", "inspect", "x:1")
-
-
-def test_another_deploy_that_never_ends_its_export_is_named(engine: Path, monkeypatch) -> None:
-    monkeypatch.setattr(shipping, "EXPORT_PATIENCE", 0.3)
-    said: list[str] = []
-    with open(shipping.cache() / "export.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with (
-            pytest.raises(DeployError, match=r"another deploy .* more than .*export\.lock is locked.*: end it"),
-            shipping.export("x:1", said.append),
-        ):
-            pass
-    assert said == ["another deploy on this machine takes the image out of the engine: waiting for it"]
-
-
-def test_an_rsync_that_does_not_say_its_version_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
-    program = tmp_path / "rsync"
-    program.write_text("#!/bin/sh\nexec sleep 600\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(shipping, "RSYNC_TIMEOUT", 0.2)
-    with pytest.raises(DeployError, match=r"rsync did not say its version within 0\.2 s; see whether"):
-        shipping.check_rsync()
-
-
-def test_an_engine_that_gives_nothing_is_given_up(engine: Path, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "bin" / "docker").write_text(
-        '#!/bin/sh\nif [ "$1" = image ]; then echo sha256:0123456789abcdef; else exec sleep 600; fi\n'
-    )
-    monkeypatch.setattr(shipping, "SAVE_SILENCE", 0.2)
-    silent = r"docker save on this machine gave no sign of life for .* and was ended: look at its engine"
-    with pytest.raises(DeployError, match=silent), shipping.export("x:1", lambda text: None):
-        pass
-    assert [path.name for path in shipping.cache().iterdir()] == ["export.lock"]
-
-
-def test_an_engine_that_does_not_answer_or_is_not_there_is_one_sentence(
-    engine: Path, tmp_path: Path, monkeypatch
-) -> None:
-    docker = tmp_path / "bin" / "docker"
-    docker.write_text("#!/bin/sh\nexec sleep 600\n")
-    monkeypatch.setattr(shipping, "DOCKER_TIMEOUT", 0.2)
-    with pytest.raises(DeployError, match=r"did not answer docker image within 0\.2 s: see whether docker ps"):
-        shipping._docker("image", "inspect", "x:1")
-    docker.unlink()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(DeployError, match="this machine has no docker client"):
-        shipping._docker("image", "inspect", "x:1")
-
-
-def test_another_deploy_that_never_ends_its_export_is_named(engine: Path, monkeypatch) -> None:
-    monkeypatch.setattr(shipping, "EXPORT_PATIENCE", 0.3)
-    said: list[str] = []
-    with open(shipping.cache() / "export.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with (
-            pytest.raises(DeployError, match=r"another deploy .* more than .*export\.lock is locked.*: end it"),
-            shipping.export("x:1", said.append),
-        ):
-            pass
-    assert said == ["another deploy on this machine takes the image out of the engine: waiting for it"]
-
-
-def test_an_rsync_that_does_not_say_its_version_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
-    program = tmp_path / "rsync"
-    program.write_text("#!/bin/sh\nexec sleep 600\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(shipping, "RSYNC_TIMEOUT", 0.2)
-    with pytest.raises(DeployError, match=r"rsync did not say its version within 0\.2 s; see whether"):
-        shipping.check_rsync()
 
 
 class Reached(Local):
