@@ -43,6 +43,8 @@ WORDS = (
     "finished", "failed", "stopped", "absent",
 )  # fmt: skip
 
+DECODING = ("evaluating", "finishing")  # phases of a training in which no steps are done
+
 QUIET = 60.0  # seconds without a sign of life before silence means anything
 QUIET_WORK = 300.0  # the same while loading or compiling, where one piece of work may take minutes
 QUIET_STEPS = 10.0  # ... and while training, so many of its own steps, if these are longer
@@ -230,7 +232,7 @@ def idle(work: Work) -> bool:
 
 def phase_word(beat: dict[str, Any]) -> str:
     phase = beat.get("phase")
-    if phase == "finishing":
+    if phase in DECODING:
         return "training"
     return phase if phase in WORDS else "starting"
 
@@ -241,7 +243,7 @@ def last_progress(beat: dict[str, Any]) -> float | None:
     A heartbeat alone proves nothing in training: a thread can send it while the steps wait for ever.
     """
     moments = [number(beat, "phase_since"), number(beat, "last_step_time")]
-    if phase_word(beat) != "training" or beat.get("phase") == "finishing" or not any(moments):
+    if phase_word(beat) != "training" or beat.get("phase") in DECODING or not any(moments):
         moments.append(number(beat, "time"))
     return max((moment for moment in moments if moment), default=None)
 
@@ -260,8 +262,8 @@ def progress(beat: dict[str, Any], now: float) -> str:
         return "sends no heartbeat"
     step, total = number(beat, "step"), number(beat, "total")
     parts = []
-    if beat.get("phase") == "finishing":
-        parts.append("finishing")
+    if beat.get("phase") in DECODING:
+        parts.append(str(beat["phase"]))
     if step:
         parts.append(f"step {step:.0f}/{total:.0f}" if total else f"step {step:.0f}")
     speed = number(table(beat, "tokens_per_second"), "now")

@@ -59,12 +59,15 @@ def train(settings: config.Settings) -> int:
 def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     """Check what can be checked from small files: the target's config.json, the data's data.json.
 
-    `weights` adds the headers of the weights. Returns one line that describes the run. Raises InputError.
+    `weights` adds the headers of the weights, and whether its kernels can be imported. Returns one line that
+    describes the run, and one on the kernels of a target that has some. Raises InputError.
     """
     from trainer import device, resuming, sinks, toy
     from trainer.data_meta import check_meta, read_meta
     from trainer.drafter_config import DrafterConfig
-    from trainer.modeldir import check_weights, default_mask_token, text_config, tokenizer_digest
+    from trainer.kernels import kernels
+    from trainer.modeldir import check_weights, default_mask_token, read_config, text_config, tokenizer_digest
+    from trainer.prompts import read_prompts
 
     device.check(settings.device)
     sinks.check(settings.wandb_project)
@@ -94,12 +97,19 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     check_meta(settings.data_dir, meta, tokenizer, target.vocab_size)
     if weights:
         check_weights(settings.target_model)
-    return (
+    if settings.eval_file:
+        where, place = Path(settings.eval_file), Path(settings.target_model)
+        read_prompts(where, place, target.vocab_size, chat=settings.eval_chat, flag="--eval-file")
+    fast = kernels(read_config(settings.target_model), load=weights)
+    if settings.require_fast_kernels:
+        fast.require()
+    described = (
         f"target {settings.target_model}: {drafter.num_target_layers} layers, width {drafter.hidden_size}, "
         f"vocabulary {drafter.vocab_size:,} · drafter: {drafter.num_hidden_layers} layers, block "
         f"{drafter.block_size}, from the target's layers {list(drafter.target_layer_ids)}, mask token {mask} "
         f"· data {settings.data_dir}: {meta['documents']:,} documents"
     )
+    return "\n".join(filter(None, [described, fast.line()]))
 
 
 if __name__ == "__main__":

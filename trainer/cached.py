@@ -1,9 +1,9 @@
 """The target reading on with a cache that can be taken back, as verifying a guess needs it.
 
 Keys and values of positions can be cut off again. A recurrent state (linear attention, Mamba, convolutions)
-cannot: it is one sum over all that was read. So targets that have one are taken back by a snapshot from before
-the guess, and what was accepted of the guess is read once more. To save passes that is not done at once: what
-is to be read again goes in front of the next guess, until it is worth a pass of its own.
+cannot: it is one sum over all that was read. So targets that have one are taken back by a snapshot from
+before the guess, and what was accepted of the guess is read once more. To save passes that is not done at
+once: what is to be read again goes in front of the next guess, until it is worth a pass of its own.
 
 Letters in shapes: b sequences, n new positions, V vocabulary, K tapped layers, H width.
 """
@@ -37,8 +37,8 @@ class CachedTarget:
         names = [name for name in ("cache", "past_key_values") if name in parameters]  # renamed in 5.x
         if not names:
             raise InputError(
-                f"{type(target.model).__name__} has no cache that is known here, so nothing can be decoded with "
-                "it; leave the evaluation out (--eval-prompts 0)"
+                f"{type(target.model).__name__} has no cache that is known here, so nothing can be decoded "
+                "with it; leave the evaluation out (--eval-prompts 0)"
             )
         self._keyword = names[0]
         self.cache = DynamicCache(config=target.config)
@@ -78,8 +78,8 @@ class CachedTarget:
             return
         if not getattr(self.cache, "is_croppable", True):
             raise InputError(
-                f"{type(self.target.model).__name__} has a cache that cannot be taken back, so it cannot verify "
-                "a guess here; leave the evaluation out (--eval-prompts 0)"
+                f"{type(self.target.model).__name__} has a cache that cannot be taken back, so it cannot "
+                "verify a guess here; leave the evaluation out (--eval-prompts 0)"
             )
         # Negative: how many to remove. Transformers refuses a positive count, once the length to keep.
         self.cache.crop(-count)
@@ -119,8 +119,8 @@ def tree_refusal(target: Target) -> str | None:
     if all(type(layer) is DynamicLayer for layer in DynamicCache(config=target.config).layers):
         return None
     return (
-        f"{type(target.model).__name__} has layers with a recurrent state or a window, and those read one text "
-        "at a time, not the branches of a tree; leave --tree-budget out"
+        f"{type(target.model).__name__} has layers with a recurrent state or a window, and those read one "
+        "text at a time, not the branches of a tree; leave --tree-budget out"
     )
 
 

@@ -151,10 +151,16 @@ class Settings:
     keep_checkpoints: int = flag(3, integer(1), "how many of a run are kept")
     log_interval: float = flag(10.0, number(0), "seconds between log lines")
     eval_prompts: int = flag(0, integer(0), "prompts for real speculative decoding before and after; 0: none")
+    eval_interval: int = flag(0, integer(0), "steps between evaluations meanwhile; 0: none")
+    eval_file: str | None = flag(
+        None, DIRECTORY, "held-out prompts: JSON, JSON lines or text (default: the data's, the toy's own)"
+    )
+    eval_chat: bool = flag(False, SWITCH, "they are a user's messages: use the target's chat template")
     eval_tokens: int = flag(128, integer(2), "tokens decoded for each prompt")
     cache_features: bool = flag(False, SWITCH, "compute the target's features once and keep them in memory")
     threads: int | None = flag(None, integer(1, 1024), "CPU threads (default: all)")
     dtype: str = flag("float32", one_of("float32", "bfloat16"), "of the target", learns=True)
+    require_fast_kernels: bool = flag(False, SWITCH, "refuse PyTorch's slow code for recurrent layers")
     device: str = flag("auto", DEVICE, "where to compute (auto: a GPU if there is one)")
     wandb_project: str | None = flag(None, TEXT, "also log to Weights & Biases")
     wandb_run_name: str | None = flag(None, TEXT, "the run's name there (default: the run id)")
@@ -309,5 +315,8 @@ def check(settings: Settings) -> None:
         raise InputError(
             f"--block-size {settings.block_size} leaves no room in --max-seq-len {settings.max_seq_len}"
         )
+    if not settings.eval_prompts and (settings.eval_file or settings.eval_interval):
+        which = "--eval-file" if settings.eval_file else "--eval-interval"
+        raise InputError(f"{which} evaluates nothing by itself: say on how many prompts with --eval-prompts")
     if settings.target_layer_ids is not None and settings.num_taps is not None:
         raise InputError("--target-layer-ids and --num-taps exclude each other: give one of them")

@@ -1,10 +1,11 @@
 """DDTree (arXiv 2604.12989): the target verifies a tree of guesses at once, not one chain of them.
 
-A pass of the drafter gives a distribution for every slot of a block. A prefix of guesses is as probable as the
-product of its tokens; the tree holds the `budget` most probable prefixes. They are found best first: a node that
-is taken puts up its next sibling and its first child, and no other can be more probable than those. The target
-reads all nodes in one pass in which a node sees the text before it and its own ancestors, and its choices lead
-from the root along one branch, as far as the tree goes. It needs no other training of the drafter.
+A pass of the drafter gives a distribution for every slot of a block. A prefix of guesses is as probable as
+the product of its tokens; the tree holds the `budget` most probable prefixes. They are found best first: a
+node that is taken puts up its next sibling and its first child, and no other can be more probable than those.
+The target reads all nodes in one pass in which a node sees the text before it and its own ancestors, and its
+choices lead from the root along one branch, as far as the tree goes. It needs no other training of the
+drafter.
 
 This is the reference: what it costs in time says nothing of a serving engine's kernels.
 """
@@ -55,7 +56,7 @@ def best_tree(logits: Tensor, budget: int) -> Tree:
 
 
 def ancestors(tree: Tree) -> Tensor:
-    """[n + 1, n + 1], true where a row may see a column: root and nodes, themselves and what leads to them."""
+    """[n + 1, n + 1], true where a row, root or node, may see a column: itself and what leads to it."""
     seen = torch.eye(len(tree.tokens) + 1, dtype=torch.bool)
     for number, parent in enumerate(tree.parents, start=1):
         seen[number] |= seen[parent + 1]
@@ -115,7 +116,8 @@ def _read_tree(cached: CachedTarget, tokens: Sequence[int], tree: Tree) -> tuple
 
 def _walk(tree: Tree, logits: Tensor, choice: Choice, position: int) -> tuple[list[int], list[int]]:
     """The rows, from the root's on, along which the target's choices lead, and these choices."""
-    children = {(parent + 1, token): row for row, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True), 1)}
+    nodes = zip(tree.parents, tree.tokens, strict=True)
+    children = {(parent + 1, token): row for row, (parent, token) in enumerate(nodes, start=1)}
     branch, answers = [0], []
     while True:
         answers += choice(logits[branch[-1]][None], position + len(answers))

@@ -1,23 +1,27 @@
 """Measure a checkpoint: real speculative decoding of prompts from a file.
 
-python -m trainer.decode --target DIR --drafter CHECKPOINT --prompts FILE.json
+python -m trainer.decode --target-model DIR --drafter CHECKPOINT --prompts FILE
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainer.config import DEVICE
 from trainer.errors import InputError
 from trainer.modeldir import check_safetensors, check_weights, read_config, stop_tokens
 
 if TYPE_CHECKING:
     from trainer.drafter import Drafter
-    from trainer.evaluation import Prompts
+    from trainer.evaluation import Row
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in trainer/__main__.py, before torch is imported
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,61 +35,58 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Decode prompts speculatively with the drafter of a checkpoint, and report how it did.",
         allow_abbrev=False,
     )
-    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="model directory")
-    parser.add_argument("--drafter", type=Path, required=True, metavar="DIR", help="a drafter's checkpoint")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="JSON: text or token ids")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
-    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    add = parser.add_argument
+    add(
+        "--target-model",
+        "--target",
+        type=Path,
+        required=True,
+        dest="target",
+        metavar="DIR",
+        help="model directory",
+    )
+    add("--drafter", type=Path, required=True, metavar="DIR", help="a drafter's checkpoint")
+    add("--prompts", type=Path, required=True, metavar="FILE", help="JSON, JSON lines or text; may be .gz")
+    add("--chat", action="store_true", help="a prompt is a user's message: use the target's chat template")
+    add("--max-prompts", type=int, metavar="N", help="the first N prompts (default: all)")
+    add("--temperature", default="0,0.7", metavar="T[,T]", help="a row for each; 0: greedy (default: 0,0.7)")
+    add("--new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
+    add(
+        "--tree-budget", type=int, default=0, metavar="N", help="also decode with trees of N guesses (DDTree)"
+    )
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the target")
+    add("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: all)")
+    add("--require-fast-kernels", action="store_true", help="refuse PyTorch's slow code for recurrent layers")
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="the rows as JSON to FILE, or printed instead of a table",
+    )
     found = parser.parse_args(argv)
-    if not 0 <= found.temperature < 100:
-        raise InputError(f"--temperature {found.temperature:g} must be a number from 0 to below 100")
-    if found.new_tokens < 2:
-        raise InputError(f"--new-tokens {found.new_tokens} must be a whole number of at least 2")
+    found.temperatures = [_temperature(text) for text in found.temperature.split(",")]
+    try:
+        DEVICE.read(found.device)
+    except ValueError:
+        raise InputError(f"--device {found.device} must be {DEVICE.what}") from None
+    for name, least in (("new_tokens", 2), ("tree_budget", 0), ("max_prompts", 1), ("threads", 1)):
+        value = getattr(found, name)
+        if value is not None and value < least:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} {value} must be a whole number of at least {least}")
     return found
 
 
-def read_prompts(path: Path, target: Path, vocabulary: int) -> Prompts:
-    """Named lists of prompts from a JSON file: ``{"name": ["text", [token, …], …]}``, or one bare list.
-
-    Text is tokenised with the target's tokenizer. Raises InputError naming file and prompt.
-    """
+def _temperature(text: str) -> float:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--prompts {path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise InputError(f"--prompts {path}: is not valid JSON ({error})") from None
-    groups = {"prompts": value} if isinstance(value, list) else value
-    if not isinstance(groups, dict) or not all(isinstance(group, list) for group in groups.values()):
-        raise InputError(f'--prompts {path}: must hold a list of prompts, or {{"name": [prompt, …], …}}')
-    tokenizer: Any = None
-    found: dict[str, list[list[int]]] = {}
-    for name, group in groups.items():
-        found[name] = []
-        for number, prompt in enumerate(group):
-            if isinstance(prompt, str):
-                tokenizer = tokenizer or _tokenizer(target)
-                prompt = tokenizer.encode(prompt).ids
-            valid = isinstance(prompt, list) and all(type(i) is int and 0 <= i < vocabulary for i in prompt)
-            if not valid or not prompt:
-                raise InputError(
-                    f"--prompts {path}: prompt {number} of '{name}' must be text that is not empty, or "
-                    f"token ids from 0 to {vocabulary - 1}"
-                )
-            found[name].append(prompt)
-    if not any(found.values()):
-        raise InputError(f"--prompts {path}: holds no prompt")
-    return found
-
-
-def _tokenizer(target: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(target / "tokenizer.json"))
-    except Exception as error:  # the library raises Exception itself for a missing or broken file
-        raise InputError(f"--target {target}: tokenizer.json cannot be used ({error})") from None
+        value = float(text)
+        if not 0 <= value < 100:
+            raise ValueError
+    except ValueError:
+        raise InputError(f"--temperature {text} must be a number from 0 to below 100") from None
+    return value
 
 
 def load_drafter(directory: Path) -> Drafter:
@@ -111,44 +112,93 @@ def load_drafter(directory: Path) -> Drafter:
     return drafter.eval()
 
 
-def run(argv: Sequence[str] | None = None) -> None:
-    """Raises InputError for what can be put right by whoever typed it."""
-    arguments = _arguments(argv)
-    try:
-        read_config(arguments.target)
-        check_weights(arguments.target)
-    except InputError as error:  # the same checks as the trainer's, under this command's name of the flag
-        sentence = str(error).replace("--target-model", "--target").replace(", or toy", "")
-        raise InputError(sentence) from None
+def run(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 if a text is not the target's own. Raises InputError for what can be put
+    right by whoever typed it.
+    """
+    given = _arguments(argv)
+    from trainer import device, prompts
+    from trainer.kernels import kernels
 
-    from trainer.evaluation import Case, as_json, evaluate, table
-    from trainer.target import Target
+    config = read_config(given.target)
+    check_weights(given.target)
+    device.check(given.device)
+    fast = kernels(config, load=True)
+    if given.require_fast_kernels:
+        fast.require()
+    drafter = load_drafter(given.drafter)
+    shape = drafter.config
+    groups = prompts.read_prompts(
+        given.prompts, given.target, shape.vocab_size, chat=given.chat, most=given.max_prompts
+    )
 
-    drafter = load_drafter(arguments.drafter)
-    target = Target.load(arguments.target)
-    config = drafter.config
-    shape = (target.config.hidden_size, target.config.vocab_size, target.num_layers)
-    if shape != (config.hidden_size, config.vocab_size, config.num_target_layers):
+    import torch
+
+    from trainer.evaluation import Case, evaluate
+    from trainer.evaluation_table import histogram, table
+    from trainer.target import Target, choose_device
+
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    if line := fast.line():
+        print(line, file=sys.stderr)
+    where = choose_device(given.device)
+    target = Target.load(given.target, getattr(torch, given.dtype), where)
+    own = (target.config.hidden_size, target.config.vocab_size, target.num_layers)
+    if own != (shape.hidden_size, shape.vocab_size, shape.num_target_layers):
         raise InputError(
-            f"--drafter {arguments.drafter}: was trained for a target of another shape than this one"
+            f"--drafter {given.drafter}: was trained for a target of another shape than this one"
         )
-    target.tap(config.target_layer_ids)
-    groups = read_prompts(arguments.prompts, arguments.target, config.vocab_size)
-    cases = [Case(name, prompts, arguments.temperature) for name, prompts in groups.items()]
-    rows = evaluate(target, drafter, cases, arguments.new_tokens, stop=stop_tokens(arguments.target))
-    if arguments.json:
-        print(json.dumps(as_json(rows), indent=1))
-    else:
-        print("\n".join(table(rows, f"block {config.block_size}, {arguments.new_tokens} tokens")))
+    target.tap(shape.target_layer_ids)
+    cases = [Case(name, group, t) for name, group in groups.items() for t in given.temperatures]
+    rows = evaluate(
+        target,
+        drafter.to(where),
+        cases,
+        given.new_tokens,
+        lambda text: print(text, file=sys.stderr, flush=True) if sys.stderr.isatty() else None,
+        stop_tokens(given.target),
+        timed=True,
+        tree_budget=given.tree_budget,
+    )
+    if given.json != "-":
+        print("\n".join(table(rows, f"block {shape.block_size}, {given.new_tokens} tokens")))
+        print("\n".join(histogram(row) for row in rows))
+    if given.json:
+        _write_json(given, rows, str(where))
+    return 0 if all(row.lossless for row in rows) else 1
+
+
+def _write_json(given: argparse.Namespace, rows: Sequence[Row], device: str) -> None:
+    from trainer.evaluation import as_json
+
+    value: dict[str, Any] = {
+        "target_model": str(given.target),
+        "drafter": str(given.drafter),
+        "prompts": str(given.prompts),
+        "chat": given.chat,
+        "new_tokens": given.new_tokens,
+        "dtype": given.dtype,
+        "device": device,
+        "lossless": all(row.lossless for row in rows),
+        "rows": as_json(rows),
+    }
+    text = json.dumps(value, indent=1)
+    if given.json == "-":
+        print(text)
+        return
+    try:
+        Path(given.json).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--json {given.json}: cannot be written ({error.strerror})") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        run(argv)
+        return run(argv)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,19 +15,26 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from trainer.cached import tree_refusal
 from trainer.data import Completions
+from trainer.ddtree import tree_speculative
 from trainer.drafter import Drafter
+from trainer.errors import InputError
 from trainer.speculative import BlockDrafter, Choice, Decoded, PromptLookup, plain, replay, speculative
 from trainer.target import Target
 
 SAMPLING = 0.7  # temperature of the sampled row
 LONGEST_PROMPT = 512  # tokens; the front of a longer one is cut away
+ROUNDINGS = 4  # so many roundings of the largest logit may lie between two ways of computing it
 
 Prompts = Mapping[str, Sequence[Sequence[int]]]
 Report = Callable[[str], None]
+Own = list[tuple[Decoded, list[float]]]  # per prompt: the target's own text, and each token's lead
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,21 @@ class Row:
     lead_at_difference: float | None  # by how much the target had preferred its own token at most, in logits
     histogram: list[int]  # how many cycles added 1, 2, … B tokens
     seconds: float
+    beyond_rounding: int = 0  # texts that differ where the target's choice was clear: a defect
+    tokens_per_second: float | None = None  # after the prefill, one text at a time; None: not timed
+    plain_tokens_per_second: float | None = None  # of the target alone, in the same run
+    tree_budget: int = 0
+    tree_tau: float | None = None  # as tau, with trees of so many guesses
+    tree_identical: int | None = None
 
     @property
     def name(self) -> str:
         return _name(self.label, self.temperature)
+
+    @property
+    def lossless(self) -> bool:
+        """Up to rounding: every text is the target's own, or parts from it where its choice was a tie."""
+        return not self.beyond_rounding
 
     @property
     def drafted(self) -> bool:
@@ -109,6 +127,15 @@ def data_cases(completions: Completions, count: int) -> list[Case]:
     return [Case("training prompts", prompts), Case("training prompts", prompts[:fewer], SAMPLING)]
 
 
+def file_cases(groups: Prompts) -> list[Case]:
+    """Two rows for each list of prompts from a file: all greedily, and half of them sampled."""
+    cases = []
+    for label, prompts in groups.items():
+        fewer = max(1, len(prompts) // 2)
+        cases += [Case(label, prompts), Case(label, prompts[:fewer], SAMPLING)]
+    return cases
+
+
 def digest(cases: Sequence[Case]) -> str:
     """Names what is decoded, and how: 16 hex digits."""
     text = json.dumps([[case.label, case.temperature, [list(p) for p in case.prompts]] for case in cases])
@@ -125,82 +152,170 @@ def evaluate(
     new_tokens: int,
     report: Report | None = None,
     stop: Collection[int] = (),
+    *,
+    timed: bool = False,
+    tree_budget: int = 0,
+    known: dict[str, Own] | None = None,
 ) -> list[Row]:
     """Decode every case with the drafter, and once more plainly, and compare.
 
-    `report` is told what is being decoded, about once a second; what it raises ends the evaluation. `target`
-    must be tapped at the drafter's layers. Raises InputError if the target's cache cannot be cut back.
+    `report` is told what is being decoded, about once a second; what it raises ends the evaluation. `timed`:
+    measure tokens per second, for which every text is decoded by itself, plainly and right after that with
+    the drafter. `tree_budget`: decode with trees of so many guesses, too. `known`: the target's own texts by
+    case, which are used where they are there and put there where not; they depend on the target, the prompts,
+    `new_tokens` and `stop` alone. `target` must be tapped at the drafter's layers. Raises InputError if the
+    target's cache cannot be taken back.
     """
-    return [_evaluate(target, drafter, case, new_tokens, report, stop) for case in cases if case.prompts]
+    if tree_budget and (why := tree_refusal(target)):
+        raise InputError(why)
+    how = _How(target, drafter, new_tokens, stop, timed, tree_budget, report)
+    texts = {} if known is None else known
+    return [how.evaluate(case, texts) for case in cases if case.prompts]
 
 
-def _evaluate(
-    target: Target,
-    drafter: Drafter,
-    case: Case,
-    new_tokens: int,
-    report: Report | None,
-    stop: Collection[int],
-) -> Row:
-    started = said = time.monotonic()
-    doing = ""
+@dataclass
+class _How:
+    """One evaluation, from case to case."""
 
-    def tick() -> None:
-        nonlocal said
-        if report is not None and time.monotonic() - said >= 1:
-            said = time.monotonic()
-            report(doing)
+    target: Target
+    drafter: Drafter
+    new_tokens: int
+    stop: Collection[int]
+    timed: bool
+    tree_budget: int
+    report: Report | None
+    doing: str = ""
+    said: float = 0.0
 
-    choices = [Choice(case.temperature, seed=number) for number in range(len(case.prompts))]
-    doing = f"the target's own continuations of {case.name}: {len(case.prompts)} prompts"
-    own = _own_texts(target, case.prompts, choices, new_tokens, stop, tick)
-    lookup = PromptLookup(drafter.config.block_size)
-    cycles: list[int] = []
-    lookup_cycles: list[int] = []
-    leads: list[float] = []
-    for number, (prompt, choice) in enumerate(zip(case.prompts, choices, strict=True)):
-        doing = f"speculative decoding of {case.name}: {number} of {len(case.prompts)} prompts"
-        theirs, margins = own[number]
-        ours = speculative(target, BlockDrafter(target, drafter), prompt, new_tokens, choice, stop, tick)
-        cycles += ours.cycles
-        lookup_cycles += replay(lookup, theirs)
-        if ours.tokens != theirs.tokens:
-            leads.append(_lead_where_they_part(ours, theirs, margins))
-    added = Counter(cycles)
-    distinct = [distinct_ngrams(text.continuation) for text, _ in own]
-    return Row(
-        label=case.label,
-        temperature=case.temperature,
-        prompts=len(case.prompts),
-        tokens=sum(len(text.continuation) for text, _ in own),
-        tau=sum(cycles) / max(len(cycles), 1),
-        lookup_tau=sum(lookup_cycles) / max(len(lookup_cycles), 1),
-        distinct3=sum(distinct) / len(distinct),
-        identical=len(case.prompts) - len(leads),
-        lead_at_difference=max(leads, default=None),
-        histogram=[added[count] for count in range(1, drafter.config.block_size + 1)],
-        seconds=time.monotonic() - started,
-    )
+    def tick(self) -> None:
+        if self.report is not None and time.monotonic() - self.said >= 1:
+            self.said = time.monotonic()
+            self.report(self.doing)
 
+    def evaluate(self, case: Case, texts: dict[str, Own]) -> Row:
+        started = self.said = time.monotonic()
+        choices = [Choice(case.temperature, seed=number) for number in range(len(case.prompts))]
+        self.doing = f"the target's own continuations of {case.name}: {len(case.prompts)} prompts"
+        if self.timed:
+            self._warm_up(case.prompts[0])
+        elif case.name not in texts:
+            texts[case.name] = self._own_texts(case.prompts, choices)
+        own: Own = []
+        sums = _Sums()
+        lookup = PromptLookup(self.drafter.config.block_size)
+        for number, (prompt, choice) in enumerate(zip(case.prompts, choices, strict=True)):
+            self.doing = f"speculative decoding of {case.name}: {number} of {len(case.prompts)} prompts"
+            theirs, leads = self._alone(prompt, choice) if self.timed else texts[case.name][number]
+            own.append((theirs, leads))
+            ours = self._speculative(prompt, choice)
+            sums.cycles += ours.cycles
+            sums.lookup_cycles += replay(lookup, theirs)
+            sums.seconds += ours.seconds
+            sums.plain_seconds += theirs.seconds
+            sums.identical += self._compare(ours, theirs, leads, case.temperature, sums)
+            if self.tree_budget:
+                tree = self._tree(prompt, choice)
+                sums.tree_cycles += tree.cycles
+                sums.tree_identical += self._compare(tree, theirs, leads, case.temperature, sums)
+        return self._row(case, own, sums, time.monotonic() - started)
 
-def _own_texts(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    choices: Sequence[Choice],
-    new_tokens: int,
-    stop: Collection[int],
-    tick: Callable[[], None],
-) -> list[tuple[Decoded, list[float]]]:
-    """Each prompt's plain continuation and the lead of each of its tokens; those of one length side by
-    side.
-    """
-    found: dict[int, tuple[Decoded, list[float]]] = {}
-    for members in _by_length(prompts):
-        texts, leads = plain(
-            target, [prompts[i] for i in members], new_tokens, [choices[i] for i in members], stop, tick
+    def _row(self, case: Case, own: Own, sums: _Sums, seconds: float) -> Row:
+        added = Counter(sums.cycles)
+        distinct = [distinct_ngrams(text.continuation) for text, _ in own]
+        tokens = sum(len(text.continuation) for text, _ in own)
+        later = tokens - len(own)  # without the first ones, which the prefill gives
+        return Row(
+            label=case.label,
+            temperature=case.temperature,
+            prompts=len(case.prompts),
+            tokens=tokens,
+            tau=sum(sums.cycles) / max(len(sums.cycles), 1),
+            lookup_tau=sum(sums.lookup_cycles) / max(len(sums.lookup_cycles), 1),
+            distinct3=sum(distinct) / len(distinct),
+            identical=sums.identical,
+            lead_at_difference=max(sums.leads, default=None),
+            histogram=[added[count] for count in range(1, self.drafter.config.block_size + 1)],
+            seconds=seconds,
+            beyond_rounding=sums.beyond,
+            tokens_per_second=later / max(sums.seconds, 1e-9) if self.timed else None,
+            plain_tokens_per_second=later / max(sums.plain_seconds, 1e-9) if self.timed else None,
+            tree_budget=self.tree_budget,
+            tree_tau=sum(sums.tree_cycles) / max(len(sums.tree_cycles), 1) if self.tree_budget else None,
+            tree_identical=sums.tree_identical if self.tree_budget else None,
         )
-        found.update(zip(members, zip(texts, leads, strict=True), strict=True))
-    return [found[i] for i in range(len(prompts))]
+
+    # -- ways of decoding --------------------------------------------------------------------
+
+    def _own_texts(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Own:
+        """Each prompt's plain continuation and the lead of each of its tokens; those of one length side by
+        side.
+        """
+        found: dict[int, tuple[Decoded, list[float]]] = {}
+        for members in _by_length(prompts):
+            chosen = [choices[i] for i in members]
+            texts, leads = plain(
+                self.target, [prompts[i] for i in members], self.new_tokens, chosen, self.stop, self.tick
+            )
+            found.update(zip(members, zip(texts, leads, strict=True), strict=True))
+        return [found[i] for i in range(len(prompts))]
+
+    def _alone(self, prompt: Sequence[int], choice: Choice) -> tuple[Decoded, list[float]]:
+        texts, leads = plain(self.target, [prompt], self.new_tokens, [choice], self.stop, self.tick)
+        return texts[0], leads[0]
+
+    def _speculative(self, prompt: Sequence[int], choice: Choice) -> Decoded:
+        proposer = BlockDrafter(self.target, self.drafter)
+        return speculative(self.target, proposer, prompt, self.new_tokens, choice, self.stop, self.tick)
+
+    def _tree(self, prompt: Sequence[int], choice: Choice) -> Decoded:
+        proposer = BlockDrafter(self.target, self.drafter)
+        return tree_speculative(
+            self.target, proposer, prompt, self.new_tokens, self.tree_budget, choice, self.stop, self.tick
+        )
+
+    def _warm_up(self, prompt: Sequence[int]) -> None:
+        """What is done for the first time takes longer, and is not what is timed."""
+        plain(self.target, [prompt], 4)
+        speculative(self.target, BlockDrafter(self.target, self.drafter), prompt, 4)
+
+    # -- losslessness ------------------------------------------------------------------------
+
+    def _compare(
+        self, ours: Decoded, theirs: Decoded, leads: Sequence[float], temperature: float, sums: _Sums
+    ) -> bool:
+        """Whether both are one text; else it is noted by how much the target had preferred its own."""
+        if ours.tokens == theirs.tokens:
+            return True
+        lead = leads[_first_difference(ours, theirs)]
+        sums.leads.append(lead)
+        sums.beyond += lead > self._rounding(ours, theirs, temperature)
+        return False
+
+    @torch.no_grad()
+    def _rounding(self, ours: Decoded, theirs: Decoded, temperature: float) -> float:
+        """By how much scores may differ between two ways of computing them where the texts part: a few
+        roundings of the largest logit there.
+        """
+        end = theirs.prompt + _first_difference(ours, theirs)
+        ids = torch.tensor([theirs.tokens[:end]], device=self.target.device)
+        logits = self.target.head(self.target.features(ids)[1][:, -1])
+        rounding = torch.finfo(logits.dtype).eps * float(logits.abs().max())
+        return ROUNDINGS * rounding / (temperature or 1.0)
+
+
+@dataclass
+class _Sums:
+    """What is pooled over the prompts of a case."""
+
+    cycles: list[int] = field(default_factory=list)
+    lookup_cycles: list[int] = field(default_factory=list)
+    tree_cycles: list[int] = field(default_factory=list)
+    leads: list[float] = field(default_factory=list)  # where a text differs
+    beyond: int = 0
+    identical: int = 0
+    tree_identical: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
 
 
 def _by_length(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -208,13 +323,15 @@ def _by_length(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         yield [i for i, prompt in enumerate(prompts) if len(prompt) == length]
 
 
-def _lead_where_they_part(ours: Decoded, theirs: Decoded, leads: Sequence[float]) -> float:
+def _first_difference(ours: Decoded, theirs: Decoded) -> int:
+    """The number of the first token of the continuations that differs; of the last one where one text goes
+    on after the other's end.
+    """
     pairs = list(zip(ours.continuation, theirs.continuation, strict=False))
-    first = next((i for i, (mine, its) in enumerate(pairs) if mine != its), len(pairs) - 1)
-    return leads[first]
+    return next((i for i, (mine, its) in enumerate(pairs) if mine != its), len(pairs) - 1)
 
 
-# -- records and the table ---------------------------------------------------------------------------------
+# -- records -------------------------------------------------------------------------------------------
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -240,41 +357,3 @@ def metrics(rows: Sequence[Row]) -> dict[str, float]:
         found[f"tau/{name}"] = row.tau
         found[f"tau_prompt_lookup/{name}"] = row.lookup_tau
     return found
-
-
-def table(rows: Sequence[Row], title: str, before: Sequence[Row] | None = ()) -> list[str]:
-    """The rows for people, aligned. With `before`, the same rows measured earlier, τ reads "1.00 → 2.61".
-
-    `before` is None if what was measured earlier cannot be compared; then τ reads "– → 2.61".
-    """
-    earlier = {row.name: _tau(row) for row in before or ()}
-    cells = [(title, "τ", "prompt lookup's τ", "distinct 3-grams", "text = target's own")]
-    for row in rows:
-        then = "–" if before is None else earlier.get(row.name)
-        cells.append(
-            (
-                row.name,
-                _tau(row) if then is None else f"{then} → {_tau(row)}",
-                f"{row.lookup_tau:.2f}" if row.drafted else "–",
-                f"{row.distinct3:.2f}",
-                f"{row.identical}/{row.prompts}",
-            )
-        )
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    lines = []
-    for name, *numbers in cells:
-        aligned = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *aligned]))
-    for row in rows:
-        if not row.drafted:
-            lines.append(f"{row.name}: every text ended with its first token, so nothing could be drafted")
-        if row.lead_at_difference is not None:
-            lines.append(
-                f"{row.name}: {row.prompts - row.identical} texts differ; where they part, the target had "
-                f"preferred its own token by {row.lead_at_difference:.2g} logits at most"
-            )
-    return lines
-
-
-def _tau(row: Row) -> str:
-    return f"{row.tau:.2f}" if row.drafted else "–"

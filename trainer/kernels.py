@@ -1,8 +1,8 @@
 """Which fast kernels a target with recurrent layers has here, and which it lacks.
 
 Layers of linear attention (Qwen3-Next, Qwen3.5, …) are computed by kernels from packages of their own. Where
-one is missing, transformers takes its reference code in PyTorch instead, which is right and many times slower,
-and at most warns. So it is said at the start, before GPUs are kept busy with that. Needs no torch.
+one is missing, transformers takes its reference code in PyTorch instead, which is right and many times
+slower, and at most warns. So it is said at the start, before GPUs are kept busy with that. Needs no torch.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Kernels:
         if self.recurrent and not self.complete:
             names = " and ".join([*self.missing, *self.broken])
             raise InputError(
-                f"--require-fast-kernels: {names} cannot be used here, which {self.recurrent} of the target's "
-                f"{self.layers} layers need to be fast: {self.install}"
+                f"--require-fast-kernels: {names} cannot be used here, which {self.recurrent} of the "
+                f"target's {self.layers} layers need to be fast: {self.install}"
             )
 
 

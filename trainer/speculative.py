@@ -3,8 +3,8 @@ once.
 
 One cycle (arXiv 2602.06036): the proposer guesses the tokens after the newest one; the target reads the
 newest token and the guess in one pass; the longest prefix on which its own choices agree is kept, and its
-choice after that prefix, the bonus, comes for free. The rest is taken back (trainer/cached.py). The text is the
-target's own, token for token, at any temperature: a proposer decides only how many passes it takes.
+choice after that prefix, the bonus, comes for free. The rest is taken back (trainer/cached.py). The text is
+the target's own, token for token, at any temperature: a proposer decides only how many passes it takes.
 Acceptance length τ is the mean number of tokens that a cycle adds.
 
 Letters in shapes: b sequences, n new positions, V vocabulary, B slots in a block, K tapped layers, H width.

@@ -45,7 +45,7 @@ RUN_DIR_VARIABLE = "DRAFTHOUSE_RUN_DIR"
 ATTEMPT_VARIABLE = "DRAFTHOUSE_ATTEMPT"
 SECRETS_VARIABLE = "DRAFTHOUSE_SECRETS_FILE"  # where launch reads the secrets, if not where run.json says
 
-PHASES = ("starting", "loading", "compiling", "training", "checkpointing", "finishing")
+PHASES = ("starting", "loading", "compiling", "training", "evaluating", "checkpointing", "finishing")
 # `stop` asks nothing: it says who sends the SIGTERM that follows, since a signal has no name on it.
 ACTIONS = ("checkpoint", "checkpoint-and-stop", "dump-stacks", "stop")
 REQUEST, LAUNCH_REQUEST = "request.json", "launch-request.json"

@@ -13,6 +13,16 @@ from trainer.errors import InputError
 from trainer.modeldir import check_weights, read_config
 
 
+def choose_device(name: str) -> torch.device:
+    """Raises InputError if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device {name}: this process sees {torch.cuda.device_count()} GPUs")
+    return device
+
+
 class Target:
     """A frozen causal LM. Hooks tap its layers, since Hugging Face's own list norms the last entry."""
 

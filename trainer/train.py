@@ -16,6 +16,7 @@ from trainer.data import Batch, Completions, Portions, Reader
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
+from trainer.evaluating import Evaluations
 from trainer.features import Features
 from trainer.loss import Objective, accepted_tokens
 from trainer.modeldir import default_mask_token, stop_tokens, target_digest, tokenizer_digest
@@ -23,14 +24,18 @@ from trainer.monitor import Interval, Monitor, StopSignal, line, say
 from trainer.optim import Optimizer, learning_rate
 from trainer.sinks import Project, Records
 from trainer.status import Request
-from trainer.target import Target
+from trainer.target import Target, choose_device
 
 SHM_VARIABLE = "DRAFTHOUSE_SHM"  # where weights lie in memory
 SAVE_FAILED = 1  # exit code if the checkpoint that was asked for could not be written
 
 
 class Stopped(Exception):
-    """TERM or SIGINT came while nothing was left to save."""
+    """An evaluation was ended, by TERM, SIGINT or a request, and nothing is left to save."""
+
+    def __init__(self, code: int = 0) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def run(settings: Settings, monitor: Monitor) -> int:
@@ -43,16 +48,6 @@ def run(settings: Settings, monitor: Monitor) -> int:
             return trainer.run()
         finally:
             trainer.close()
-
-
-def choose_device(name: str) -> torch.device:
-    """Raises InputError if it is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"--device {name}: this process sees {torch.cuda.device_count()} GPUs")
-    return device
 
 
 class Trainer:
@@ -71,7 +66,6 @@ class Trainer:
         monitor.phase("loading", f"target {target_dir}")
         self.completions = Completions.open(data_dir)
         self.target = Target.load(target_dir, getattr(torch, settings.dtype), self.device)
-        self.stop_tokens = stop_tokens(target_dir)
         vocabulary = self.target.config.vocab_size
         self.completions.check_target(tokenizer_digest(target_dir), vocabulary)
         mask = settings.mask_token_id
@@ -109,6 +103,16 @@ class Trainer:
         self.features = Features(self.target, self.reader, keep=settings.cache_features)
         steps = settings.epochs * self.reader.batches_per_epoch // settings.grad_accum
         self.total = max(1, min(steps, settings.max_steps or steps))
+        name = resuming.target_name(target_digest(target_dir), toy=settings.target_model == "toy")
+        self.evaluations = Evaluations(
+            settings,
+            self.target,
+            target_dir,
+            name,
+            self.completions,
+            self.toy_prompts,
+            stop_tokens(target_dir),
+        )
         self.state = checkpoint.State(
             step=0,
             micro_batch=0,
@@ -118,7 +122,7 @@ class Trainer:
             settings={
                 **settings.learning(),
                 "data": self.completions.digest,
-                "target": resuming.target_name(target_digest(target_dir), toy=settings.target_model == "toy"),
+                "target": name,
             },
         )
 
@@ -156,6 +160,14 @@ class Trainer:
         while self.state.step < self.total:
             if (code := self._boundary()) is not None:
                 return code
+            if self.evaluations.due(self.state.step):
+                # Here and not after the step, since a run that resumes at this step repeats it.
+                began = time.perf_counter()
+                try:
+                    self._evaluate("during")
+                except Stopped as stopped:
+                    return stopped.code
+                interval.started += time.perf_counter() - began
             rate = self._step(interval)
             last = self.state.step == self.total
             if not logged or last or time.monotonic() - logged >= self.settings.log_interval:
@@ -327,47 +339,40 @@ class Trainer:
     # -- evaluation and records ------------------------------------------------------------
 
     def _evaluate(self, when: str) -> None:
-        """Real speculative decoding before the first step or after the last; kept in the checkpoint."""
-        if not self.settings.eval_prompts or (when == "before" and self.state.step):
+        """Real speculative decoding "before" the first step, "during" the training, or "after" the last step.
+
+        What came of the first and the last is kept in the checkpoint. Raises Stopped if it was ended.
+        """
+        evaluations = self.evaluations
+        if not evaluations.cases or (when == "before" and self.state.step):
             return
-        count = self.settings.eval_prompts
-        if self.toy_prompts:
-            cases = evaluation.toy_cases(self.toy_prompts, count)
-        else:
-            cases = evaluation.data_cases(self.completions, count)
-        of = {
-            "target": self.state.settings["target"],
-            "prompts": evaluation.digest(cases),
-            "eval_prompts": count,
-            "eval_tokens": self.settings.eval_tokens,
-            "stop": sorted(self.stop_tokens),
-        }
         known = self.state.results.get(when, {})
-        if (known.get("of"), known.get("step")) == (of, self.state.step):
+        if (known.get("of"), known.get("step")) == (evaluations.of, self.state.step):
             return
-        self.drafter.eval()
-        rows = evaluation.evaluate(
-            self.target,
-            self.drafter,
-            cases,
-            self.settings.eval_tokens,
-            self._evaluation_progress,
-            self.stop_tokens,
-        )
-        self.drafter.train()
-        self.state.results[when] = {"of": of, "step": self.state.step, "rows": evaluation.as_json(rows)}
-        earlier = self.state.results.get("before", {}) if when == "after" else {}
-        differing = [name for name in of if earlier and earlier["of"].get(name) != of[name]]
-        before = None if differing else evaluation.from_json(earlier.get("rows", []))
-        for text in evaluation.table(rows, f"speculative decoding, block {self.config.block_size}", before):
+        if when != "after":
+            self.monitor.phase("evaluating")
+        rows = evaluations.measure(self.drafter, self._evaluation_progress)
+        if when != "during":
+            kept = {"of": evaluations.of, "step": self.state.step, "rows": evaluation.as_json(rows)}
+            self.state.results[when] = kept
+        earlier = self.state.results.get("before", {}) if when != "before" else {}
+        title = f"speculative decoding, block {self.config.block_size}"
+        if when == "during":
+            title += f", step {self.state.step}"
+        for text in evaluations.lines(rows, title, earlier):
             say(text)
-        if differing:
-            say(f"–: was measured with other {', '.join(differing)} before, so it cannot be compared")
         self.records.write(self.state.step, {"kind": "evaluation", **evaluation.metrics(rows)})
         self.monitor.metrics(**evaluation.metrics(rows))
+        if when == "during":
+            self.monitor.phase("training")
 
     def _evaluation_progress(self, text: str) -> None:
-        if self.saved and self.state.step == self.total and (request := self.monitor.asked()):
+        """Between two tokens: what was asked for need not wait for the end of the evaluation."""
+        if self.state.step < self.total:
+            if self.state.step and (code := self._boundary()) is not None:
+                raise Stopped(code)
+            self.monitor.phase("evaluating")
+        elif self.saved and (request := self.monitor.asked()):
             self._answer(request, None)  # the last checkpoint is already there
             if request.action == "checkpoint-and-stop":
                 raise Stopped

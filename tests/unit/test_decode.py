@@ -13,6 +13,7 @@ import torch
 
 from trainer import decode, evaluation
 from trainer.blocks import Blocks
+from trainer.cached import CachedTarget
 from trainer.data import Completions, Portions, Reader, write_completions
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
@@ -26,14 +27,13 @@ from trainer.evaluation import (
     evaluate,
     from_json,
     metrics,
-    table,
     toy_cases,
 )
+from trainer.evaluation_table import table
 from trainer.loss import Objective
 from trainer.optim import Optimizer
 from trainer.speculative import (
     BlockDrafter,
-    CachedTarget,
     Choice,
     Decoded,
     PromptLookup,
