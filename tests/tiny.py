@@ -7,7 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from trainer.data import write_completions
 from trainer.modeldir import tokenizer_digest
@@ -33,6 +42,35 @@ def qwen3(**changes: object) -> Qwen3ForCausalLM:
 def llama(**changes: object) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).eval()
+
+
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}  # as Qwen3.5 has it: linear attention in some layers, and rotary keys of its own
+
+
+def qwen3_5(**changes: object) -> Qwen3_5ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**SHAPE, **HYBRID, **changes})).eval()
+
+
+def qwen3_5_with_vision() -> Qwen3_5ForConditionalGeneration:
+    """As Qwen3.5 is published: a text_config inside, and a vision part beside the language model."""
+    torch.manual_seed(0)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(text_config={**SHAPE, **HYBRID}, vision_config=vision)
+    return Qwen3_5ForConditionalGeneration(config).eval()
 
 
 def target_directory(path: Path, model: torch.nn.Module | None = None) -> Path:

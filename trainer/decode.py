@@ -66,6 +66,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="the rows as JSON to FILE, or printed instead of a table",
     )
     found = parser.parse_args(argv)
+    if found.json not in (None, "-") and not (folder := Path(found.json).absolute().parent).is_dir():
+        raise InputError(f"--json {found.json}: there is no directory {folder}")
     found.temperatures = [_temperature(text) for text in found.temperature.split(",")]
     try:
         DEVICE.read(found.device)
@@ -120,7 +122,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer import device, prompts
     from trainer.kernels import kernels
 
-    config = read_config(given.target)
+    try:
+        config = read_config(given.target)
+    except InputError as error:  # there is no toy here
+        raise InputError(str(error).replace(", or toy", "")) from None
     check_weights(given.target)
     device.check(given.device)
     fast = kernels(config, load=True)

@@ -90,6 +90,7 @@ class DrafterConfig:
         )
         heads = int(target_config.num_attention_heads)
         rope = getattr(target_config, "rope_parameters", None) or {}
+        rope = rope.get("full_attention", rope)  # some targets have one for each kind of layer
         theta = rope.get("rope_theta") or getattr(target_config, "rope_theta", None) or 10000.0
         return cls(
             hidden_size=int(target_config.hidden_size),

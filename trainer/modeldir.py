@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from trainer.errors import InputError
 
 # Which files make two tokenizers the same: the vocabulary and the merges, not the chat template.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_LEFT_OVER = re.compile(r"^[<\[].*(reserved|unused|empty_output).*[>\]]$")  # names of tokens
 _SAMPLE = 1 << 20  # bytes at either end of a weight file that stand for it
 _HASHED_WHOLE = 64 << 20  # bytes of weights up to which every byte is read
 
@@ -22,6 +24,11 @@ _HASHED_WHOLE = 64 << 20  # bytes of weights up to which every byte is read
 def read_config(directory: str | Path) -> dict[str, Any]:
     """config.json of a model directory. Raises InputError if the directory is not one."""
     path = Path(directory) / "config.json"
+    if str(directory).endswith(".gguf") and Path(directory).is_file():
+        raise InputError(
+            f"--target-model {directory}: is a GGUF file; make a model directory of it with python -m "
+            f"trainer.gguf {directory} DIR, and give that"
+        )
     if not Path(directory).is_dir():
         raise InputError(
             f"--target-model {directory}: there is no such directory; give a model directory, or toy"
@@ -150,9 +157,10 @@ def tokenizer_digest(directory: str | Path) -> str:
 
 def default_mask_token(directory: str | Path, vocab_size: int) -> int:
     """The id that stands for "to be predicted": a token named ``<|mask|>`` if there is one, in any case of
-    letters, else the first id of the embedding that the tokenizer does not use.
+    letters, else the first id of the embedding that the tokenizer does not use, else the last token that its
+    makers had left over, by its name (``<|reserved_special_token_247|>``, SmolLM2's ``<empty_output>``).
 
-    Raises InputError where neither exists: then only --mask-token-id can say.
+    Raises InputError where none exists: then only --mask-token-id can say.
     """
     try:
         tokenizer = json.loads((Path(directory) / "tokenizer.json").read_text(encoding="utf-8"))
@@ -165,6 +173,9 @@ def default_mask_token(directory: str | Path, vocab_size: int) -> int:
             return int(number)
     unused = max(used.values(), default=vocab_size) + 1
     if unused >= vocab_size:
+        left_over = [i for name, i in used.items() if _LEFT_OVER.search(name) and i < vocab_size]
+        if left_over:
+            return int(max(left_over))
         raise InputError(
             f"--target-model {directory}: its vocabulary has no unused id that could be the mask token; "
             "give one that the target never produces with --mask-token-id"
