@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from trainer.data import write_completions
+from trainer.completions import write_completions
 from trainer.modeldir import tokenizer_digest
 
 VOCABULARY = 97

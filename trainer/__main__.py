@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer import config
 from trainer.errors import InputError
@@ -63,10 +64,11 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     describes the run, and one on the kernels of a target that has some. Raises InputError.
     """
     from trainer import device, resuming, sinks, toy
-    from trainer.data_meta import check_meta, read_meta
+    from trainer.data_meta import check_meta, known_meta
     from trainer.drafter_config import DrafterConfig
     from trainer.kernels import kernels
     from trainer.modeldir import check_weights, default_mask_token, read_config, text_config, tokenizer_digest
+    from trainer.packing import check_packing
     from trainer.prompts import read_prompts
 
     device.check(settings.device)
@@ -88,12 +90,14 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
         mask_token_id=mask,
     )
     resuming.check(settings, drafter)
+    if settings.packing:
+        check_packing(vars(target))
     if made_here:
         if settings.data_dir:
-            read_meta(settings.data_dir)
+            known_meta(settings.data_dir)
         return "settings are valid; the toy target is made at the start"
     assert settings.data_dir
-    meta = read_meta(settings.data_dir)
+    meta = known_meta(settings.data_dir)
     check_meta(settings.data_dir, meta, tokenizer, target.vocab_size)
     if weights:
         check_weights(settings.target_model)
@@ -107,9 +111,15 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
         f"target {settings.target_model}: {drafter.num_target_layers} layers, width {drafter.hidden_size}, "
         f"vocabulary {drafter.vocab_size:,} · drafter: {drafter.num_hidden_layers} layers, block "
         f"{drafter.block_size}, from the target's layers {list(drafter.target_layer_ids)}, mask token {mask} "
-        f"· data {settings.data_dir}: {meta['documents']:,} documents"
+        f"· data {settings.data_dir}: {_documents(meta)}"
     )
     return "\n".join(filter(None, [described, fast.line()]))
+
+
+def _documents(meta: dict[str, Any]) -> str:
+    if meta["documents"] is None:
+        return f"another trainer's, {len(meta['shards'])} files"
+    return f"{meta['documents']:,} documents"
 
 
 if __name__ == "__main__":

@@ -122,7 +122,8 @@ class Settings:
     grad_clip: float = flag(1.0, number(0), "largest norm of a gradient; 0: no limit", learns=True)
     token_budget: int = flag(16384, integer(16), "positions in a micro-batch, padding included", learns=True)
     max_seq_len: int = flag(3072, integer(16), "longer documents are cut here", learns=True)
-    max_batch_size: int = flag(64, integer(1), "documents in a micro-batch", learns=True)
+    max_batch_size: int = flag(64, integer(1), "rows in a micro-batch", learns=True)
+    packing: bool = flag(False, SWITCH, "several documents in a row, up to --max-seq-len", learns=True)
     max_anchors: int = flag(512, integer(1), "blocks in a micro-batch, shared by its documents", learns=True)
     seed: int = flag(
         0, integer(0, 2**63 - 1), "of the data's order, the anchors and the first weights", learns=True

@@ -11,6 +11,19 @@ from trainer.errors import InputError
 SCHEMA = 1
 
 
+def foreign_files(directory: str | Path) -> list[str]:
+    """The Arrow files of a directory without data.json, else its parquet files, in order: see foreign.py."""
+    directory = Path(directory)
+    try:
+        names = sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
+    except OSError:
+        return []
+    if "data.json" in names:
+        return []
+    arrow = [name for name in names if name.endswith(".arrow")]
+    return arrow or [name for name in names if name.endswith(".parquet")]
+
+
 def read_meta(directory: str | Path) -> dict[str, Any]:
     """data.json of a data directory. Raises InputError if it is missing or not ours."""
     path = Path(directory) / "data.json"
@@ -31,9 +44,18 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
     return meta
 
 
+def known_meta(directory: str | Path) -> dict[str, Any]:
+    """`read_meta`, or the little that is known of another trainer's directory before it is read through."""
+    if files := foreign_files(directory):
+        return {"schema": SCHEMA, "tokenizer": None, "documents": None, "largest_id": -1, "shards": files}
+    return read_meta(directory)
+
+
 def check_meta(directory: str | Path, meta: dict[str, Any], tokenizer: str, vocab_size: int) -> None:
-    """Raises InputError if these ids were made with another tokenizer than the target's."""
-    if meta["tokenizer"] != tokenizer:
+    """Raises InputError if these ids were made with another tokenizer than the target's, as far as the data
+    says with which.
+    """
+    if meta["tokenizer"] is not None and meta["tokenizer"] != tokenizer:
         raise InputError(
             f"--data-dir {directory}: it was tokenised with another tokenizer than the target's "
             f"({meta['tokenizer']}, for {meta.get('target', 'an unnamed target')}; "

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from trainer import evaluation, evaluation_table
+from trainer.completions import Completions
 from trainer.config import Settings
-from trainer.data import Completions
 from trainer.drafter import Drafter
 from trainer.evaluation import Own, Prompts, Report, Row
 from trainer.prompts import read_prompts

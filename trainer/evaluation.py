@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from trainer.cached import tree_refusal
-from trainer.data import Completions
+from trainer.completions import Completions
 from trainer.ddtree import tree_speculative
 from trainer.drafter import Drafter
 from trainer.errors import InputError

@@ -11,7 +11,7 @@ from trainer.target import Target
 
 
 class Features:
-    """Tapped hidden states of a micro-batch's documents, [b, S, K·H].
+    """Tapped hidden states of a micro-batch's rows, [b, S, K·H].
 
     With `keep` each document is computed once and kept in memory (4 bytes · tokens · K · H for float32).
     Documents are computed in fixed groups of like length, whichever of them is asked for first: rounding
@@ -29,13 +29,13 @@ class Features:
 
     def __call__(self, batch: Batch) -> Tensor:
         if not self.keep:
-            return self.target.features(batch.input_ids)[0]
+            return self.target.features(batch.input_ids, batch.positions)[0]
         for number in sorted({self._group_of[i] for i in batch.documents if i not in self._kept}):
             self._compute(self._groups[number])
         taps = [self._kept[i] for i in batch.documents]
-        out = taps[0].new_zeros(len(taps), batch.input_ids.shape[1], taps[0].shape[1])
-        for row, kept in zip(out, taps, strict=True):
-            row[: len(kept)] = kept
+        out = taps[0].new_zeros(*batch.input_ids.shape, taps[0].shape[1])
+        for (row, start), kept in zip(batch.places, taps, strict=True):
+            out[row, start : start + len(kept)] = kept
         return out
 
     def _compute(self, group: np.ndarray) -> None:

@@ -121,14 +121,17 @@ class Target:
         return taps
 
     @torch.no_grad()
-    def features(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass over documents [b, S], padded on the right (a causal model's real positions do not see
-        that).
+    def features(self, input_ids: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One pass over rows [b, S], padded on the right (a causal model's real positions do not see that).
+
+        `positions` [b, S] is needed where several documents are packed into a row: it begins at 0 with each,
+        from which transformers tells that they must not see each other.
 
         Returns the tapped layers' outputs [b, S, K·H] and the last hidden state after the final norm [b, S,
         H].
         """
-        last = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        packed = {} if positions is None else {"position_ids": positions}
+        last = self.decoder(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
         return self.taken_taps(), last
 
 

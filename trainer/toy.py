@@ -39,7 +39,7 @@ from trainer.staging import stage
 RECIPE_VARIABLE = "DRAFTHOUSE_TOY"
 ENOUGH = 0.8  # of the recipe's steps: with fewer, what the target writes begins to go round in circles
 REPETITIVE = 0.3  # a file that compresses better than this is a table or boilerplate
-CODE = ("toy_target.py", "optim.py", "speculative.py", "data.py")  # what decides how a toy comes out
+CODE = ("toy_target.py", "optim.py", "speculative.py", "completions.py")  # what decides how a toy comes out
 
 Report = Callable[[str], None]
 Prompts = dict[str, list[list[int]]]

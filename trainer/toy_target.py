@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.data import Document, write_completions
+from trainer.completions import Document, write_completions
 from trainer.modeldir import tokenizer_digest
 from trainer.optim import Optimizer
 from trainer.speculative import plain

@@ -12,16 +12,19 @@ import torch
 
 from trainer import checkpoint, evaluation, resuming
 from trainer.config import Settings
-from trainer.data import Batch, Completions, Portions, Reader
+from trainer.data import Batch, Portions, Reader
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 from trainer.evaluating import Evaluations
 from trainer.features import Features
+from trainer.foreign import open_completions
 from trainer.loss import Objective, accepted_tokens
 from trainer.modeldir import default_mask_token, stop_tokens, target_digest, tokenizer_digest
 from trainer.monitor import Interval, Monitor, StopSignal, line, say
 from trainer.optim import Optimizer, learning_rate
+from trainer.packing import check_packing
+from trainer.prefetch import Prefetch
 from trainer.sinks import Project, Records
 from trainer.status import Request
 from trainer.target import Target, choose_device
@@ -64,10 +67,12 @@ class Trainer:
         monitor.phase("loading")
         target_dir, data_dir = self._inputs()
         monitor.phase("loading", f"target {target_dir}")
-        self.completions = Completions.open(data_dir)
+        self.completions = open_completions(data_dir, settings.cache, say)
         self.target = Target.load(target_dir, getattr(torch, settings.dtype), self.device)
         vocabulary = self.target.config.vocab_size
         self.completions.check_target(tokenizer_digest(target_dir), vocabulary)
+        if settings.packing:
+            check_packing(self.target.config)
         mask = settings.mask_token_id
         self.config = DrafterConfig.for_target(
             self.target.config,
@@ -98,8 +103,10 @@ class Trainer:
                 mask_token_id=self.config.mask_token_id,
                 sliding_window=settings.sliding_window,
                 seed=settings.seed,
+                packing=settings.packing,
             ),
         )
+        self.ahead = Prefetch(self.reader, self.device)
         self.features = Features(self.target, self.reader, keep=settings.cache_features)
         steps = settings.epochs * self.reader.batches_per_epoch // settings.grad_accum
         self.total = max(1, min(steps, settings.max_steps or steps))
@@ -183,7 +190,7 @@ class Trainer:
         tokens, weight = 0, 0.0
         for _ in range(self.settings.grad_accum):
             with interval.part("data"):
-                batch = self.reader.batch(self.state.micro_batch).to(self.device)
+                batch = self.ahead.batch(self.state.micro_batch).to(self.device)
             weight += self._micro_batch(batch, interval)
             tokens += batch.tokens
             self.state.micro_batch += 1
@@ -393,4 +400,5 @@ class Trainer:
             self.monitor.link(name, where)
 
     def close(self) -> None:
+        self.ahead.close()
         self.records.close()

@@ -17,7 +17,7 @@ from deployed import CHECKOUT
 from trainings import python
 
 from trainer import toy
-from trainer.data import Completions
+from trainer.completions import Completions
 from trainer.errors import InputError
 from trainer.modeldir import default_mask_token, tokenizer_digest
 

@@ -116,7 +116,7 @@ def test_a_run_leaves_its_log_heartbeat_metrics_events_and_checkpoints(
 
 @pytest.mark.slow
 def test_training_on_one_text_learns_it(tmp_path: Path) -> None:
-    from trainer.data import write_completions
+    from trainer.completions import write_completions
     from trainer.modeldir import tokenizer_digest
 
     # Weights of ordinary size: with the tiny ones of an untrained model no logit can stand out.

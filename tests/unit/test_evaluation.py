@@ -15,7 +15,7 @@ from drafting import NEW, PROMPTS, one_thread  # noqa: F401
 
 from trainer import evaluation
 from trainer.cached import CachedTarget
-from trainer.data import Completions, write_completions
+from trainer.completions import Completions, write_completions
 from trainer.drafter import Drafter
 from trainer.errors import InputError
 from trainer.evaluation import (
