@@ -118,7 +118,7 @@ def _walk(tree: Tree, logits: Tensor, choice: Choice, position: int) -> tuple[li
     """The rows, from the root's on, along which the target's choices lead, and these choices."""
     nodes = zip(tree.parents, tree.tokens, strict=True)
     children = {(parent + 1, token): row for row, (parent, token) in enumerate(nodes, start=1)}
-    branch, answers = [0], []
+    branch, answers = [0], list[int]()
     while True:
         answers += choice(logits[branch[-1]][None], position + len(answers))
         following = children.get((branch[-1], answers[-1]))

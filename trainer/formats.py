@@ -21,8 +21,8 @@ MARK = "drafthouse"  # the key of config.json by which an export of ours is know
 CONVENTION = "counted from 0; a feature is the output of decoder layer i, which is hidden_states[i + 1]"
 CONVENTION_PLUS_1 = "counted from 1: i + 1 for the output of decoder layer i, which is hidden_states[i + 1]"
 
-# What transformer_layer_config of the speculators format takes from the native config.json. What only the target
-# has (partial_rotary_factor, mrope sections, softcapping) is in neither: the drafter was not trained so.
+# What transformer_layer_config of the speculators format takes from the native config.json. What only the
+# target has (partial_rotary_factor, mrope sections, softcapping) is in neither: the drafter was not trained so.
 _LAYER_KEYS = (
     "model_type",
     "hidden_size",

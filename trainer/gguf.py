@@ -276,7 +276,8 @@ def convert(path: Path, place: Path, dtype: str = "float32") -> str:
         shutil.rmtree(temporary, ignore_errors=True)
     count = sum(tensor.numel() for tensor in weights.values())
     name = source.metadata.get("general.name", path.name)
-    return f"{place}: {name}, {count / 1e6:,.0f} M parameters in {dtype}, computed back from {source.quantisation}"
+    size = f"{count / 1e6:,.0f} M parameters in {dtype}"
+    return f"{place}: {name}, {size}, computed back from {source.quantisation}"
 
 
 @contextlib.contextmanager

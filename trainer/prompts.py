@@ -145,9 +145,9 @@ class _Tokens:
 
     def _messages(self, messages: Any) -> list[int]:
         if self._chat is None:
-            from trainer.prepare import load_tokenizer
+            from trainer.chat import Chat
 
-            self._chat = load_tokenizer(str(self.target))
+            self._chat = Chat(str(self.target)).tokenizer
         try:
             text = self._chat.apply_chat_template(
                 _asked(messages), tokenize=False, add_generation_prompt=True
