@@ -22,7 +22,7 @@ CONVENTION = "counted from 0; a feature is the output of decoder layer i, which 
 CONVENTION_PLUS_1 = "counted from 1: i + 1 for the output of decoder layer i, which is hidden_states[i + 1]"
 
 # What transformer_layer_config of the speculators format takes from the native config.json. What only the
-# target has (partial_rotary_factor, mrope sections, softcapping) is in neither: the drafter was not trained so.
+# target has (partial_rotary_factor, mrope sections, softcapping) is in neither: no drafter was trained so.
 _LAYER_KEYS = (
     "model_type",
     "hidden_size",
