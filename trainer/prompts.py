@@ -144,20 +144,16 @@ class _Tokens:
         return list(self._text.encode(text).ids)
 
     def _messages(self, messages: Any) -> list[int]:
-        if self._chat is None:
-            from trainer.chat import Chat
+        from trainer.chat import Chat
+        from trainer.conversations import Unusable
 
-            self._chat = Chat(str(self.target)).tokenizer
+        self._chat = self._chat or Chat(str(self.target))
+        asked = _asked(messages)
         try:
-            text = self._chat.apply_chat_template(
-                _asked(messages), tokenize=False, add_generation_prompt=True
-            )
-        except ValueError:
-            raise
-        except Exception as error:  # a template is a program of its own and raises what it likes
-            reason = " ".join(str(error).split())[:100]
-            raise ValueError(f"is refused by the target's chat template ({reason})") from None
-        return list(self._chat(text, add_special_tokens=False)["input_ids"])
+            text = self._chat.render(asked, True)
+        except Unusable as error:
+            raise ValueError(f"cannot be rendered: {error}") from None
+        return [int(i) for i in self._chat.encode(text)[0]]
 
 
 def _asked(messages: Any) -> Sequence[dict[str, Any]]:

@@ -4,15 +4,129 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
 
 from trainer import modeldir
+from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
-from trainer.modeldir import stop_tokens, target_digest
+from trainer.modeldir import default_mask_token, stop_tokens, target_digest, text_config
 from trainer.target import Target
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_5", "qwen3_5_with_vision"])
+def test_taps_are_the_hidden_states_that_the_layers_put_out(tmp_path: Path, kind: str) -> None:
+    """Hugging Face's hidden_states[i + 1] is the output of layer i; the last hidden state is normed."""
+    model = getattr(tiny, kind)()
+    target = Target.load(tiny.target_directory(tmp_path / "a", model))
+    target.tap((0, 2))
+    ids = torch.randint(0, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    taps, last = target.features(ids)
+    assert target.num_layers == 4
+    assert torch.equal(taps, torch.cat([states[1], states[3]], dim=-1))
+    assert torch.equal(last, states[-1])
+    assert not any("vis" in name for name, _ in target.model.named_parameters()), (
+        "the vision part is left out"
+    )
+
+
+def test_precision_and_device_are_what_was_asked_for(tmp_path: Path) -> None:
+    target = Target.load(tiny.target_directory(tmp_path / "a"), torch.bfloat16, "cpu")
+    target.tap((1,))
+    taps, last = target.features(torch.tensor([[1, 2, 3]]))
+    assert (taps.dtype, last.dtype, target.lm_head.dtype) == (torch.bfloat16,) * 3
+
+
+@pytest.mark.parametrize("layer", [-1, 3, 4])
+def test_the_last_layer_and_those_that_are_not_there_cannot_be_tapped(layer: int) -> None:
+    target = Target(tiny.qwen3())
+    with pytest.raises(
+        InputError, match=rf"^layer {layer} of a target of 4 layers .* ids from 0 to 2 \(the last"
+    ):
+        target.tap((0, layer))
+
+
+def test_the_drafters_config_takes_nothing_of_a_qwen3_5_that_it_is_not_trained_with(tmp_path: Path) -> None:
+    """Its partial and multi-axis rotary keys, served with a drafter, cost nearly all that it had learnt."""
+    directory = tiny.target_directory(tmp_path / "a", tiny.qwen3_5_with_vision())
+    mask = default_mask_token(directory, 97)
+    assert mask == 90, "the first id that no token has"
+    loaded = Target.load(directory).config
+    for source in (loaded, text_config(directory)):
+        written = DrafterConfig.for_target(source, num_layers=2, mask_token_id=mask).to_json()
+        assert written["rope_parameters"] == {"rope_theta": 1e6, "rope_type": "default"}
+        assert (written["hidden_size"], written["head_dim"], written["num_target_layers"]) == (32, 8, 4)
+        text = json.dumps(written)
+        assert not any(key in text for key in ("partial", "mrope", "linear_", "vision", "text_config"))
+
+
+def test_a_base_of_rotation_for_each_kind_of_layer_gives_the_full_ones() -> None:
+    rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    source = SimpleNamespace(**tiny.SHAPE, rope_parameters=rope)
+    assert DrafterConfig.for_target(source, mask_token_id=1).rope_theta == 1e6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask"),
+    [
+        (["a", "<|MASK|>", "c"], 1),
+        (["a", "b"], 2),
+        (["<empty_output>", "<repo_name>", "c", "d"], 0),
+        (["<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "c", "d"], 1),
+        (["a", "b", "c", "d"], None),
+    ],
+)
+def test_the_mask_token_is_one_that_the_target_never_writes(
+    tmp_path: Path, tokens: list[str], mask: int | None
+) -> None:
+    model = {"vocab": {token: number for number, token in enumerate(tokens)}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
+    if mask is None:
+        with pytest.raises(InputError, match=r"no unused id .* --mask-token-id"):
+            default_mask_token(tmp_path, 4)
+    else:
+        assert default_mask_token(tmp_path, 4) == mask
+
+
+def test_weights_that_do_not_fit_their_config_are_refused(tmp_path: Path) -> None:
+    """transformers would leave random numbers there, and warn."""
+    directory = tiny.target_directory(tmp_path / "a")
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"1 tensors are missing .*, model\.layers\.2\.mlp\.up_proj\.weight"):
+        Target.load(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model_type": "t5"}, "it knows no causal language model of the type 't5'"),
+        ({"model_type": "no-such-model"}, "it knows no causal language model of the type 'no-such-model'"),
+        ({"num_attention_heads": "four"}, "transformers cannot load it"),
+    ],
+)
+def test_what_transformers_cannot_load_is_one_sentence(tmp_path: Path, change: dict, sentence: str) -> None:
+    directory = tiny.target_directory(tmp_path / "a")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(InputError) as caught:
+        Target.load(directory)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_file_is_told_how_it_becomes_a_model_directory(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match=r"is a GGUF file; .* python -m trainer.gguf .*a.gguf DIR"):
+        Target.load(tmp_path / "a.gguf")
 
 
 def bent(name: str) -> PreTrainedModel:
