@@ -266,6 +266,9 @@ def convert(path: Path, place: Path, dtype: str = "float32") -> str:
             write_tokenizer(source, temporary)
             weights = weights_of(source, config, getattr(torch, dtype))
             save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+            os.chmod(
+                temporary / "model.safetensors", 0o644
+            )  # as the files beside it: others may train with it
         _write_json(temporary / "config.json", {**config, "dtype": dtype})
         ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
         _write_json(temporary / "generation_config.json", ends)

@@ -70,6 +70,8 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
             ["--target-layer-ids", "1,2", "--num-taps", "2"],
             "--target-layer-ids and --num-taps exclude each other",
         ),
+        (["--eval-interval", "100"], "--eval-interval evaluates nothing by itself: say on how many prompts"),
+        (["--eval-file", "p.txt"], "--eval-file evaluates nothing by itself: say on how many prompts"),
         (
             ["--max-seq-len", "4096", "--token-budget", "1024"],
             "--max-seq-len 4096 does not fit into --token-budget 1024",
