@@ -238,12 +238,29 @@ def test_the_real_trainer_saves_before_it_is_stopped_and_goes_on_from_there(
     flags = {
         "token-budget": 256, "max-seq-len": 64, "max-anchors": 24, "block-size": 4, "num-draft-layers": 2,
         "num-taps": 2, "lr": 0.01, "log-interval": 0, "threads": 1, "epochs": 100000, "max-steps": 100000,
+        "save-interval": 25,
     }  # fmt: skip
-    recipe = {"weights": str(target), "data": "/srv/data", "trainer": flags, "settle_seconds": 0}
-    train.file(yaml.safe_dump(recipe))
+    recipe: dict[str, Any] = {"weights": str(target), "data": "/srv/data", "trainer": flags}
+    if sys.pycache_prefix:  # each start would compile PyTorch and the rest anew
+        recipe["environment"] = {"PYTHONPYCACHEPREFIX": sys.pycache_prefix}
+    train.file(yaml.safe_dump({**recipe, "settle_seconds": 0}))
     try:
         train.ok("deploy", *HERE, "--no-follow")
-        until(lambda: "step 3/" in train.log())
+        first = train.runs[0]
+        until(lambda: first.heartbeats() and first.heartbeats()[0].last_checkpoint)
+        # It crashes: launch, in the container, starts the next attempt, which goes on from the checkpoint.
+        mine.exec("kill", "-KILL", str(first.heartbeats()[0].pid))
+        resumed = until(lambda: re.search(r"^resumed from \S+ at step (\d+)$", train.log(), re.MULTILINE))
+        until(lambda: (beat := first.heartbeats()[0]).attempt == 2 and beat.phase == "training")
+        assert f"\nstep {int(resumed[1]) + 1}/" in train.log()[resumed.end() :]
+        [row] = json.loads(train.ok("status", *HERE, "--json"))
+        assert (row["run_id"], row["verdict"]) == ("0001-demo", "training"), row
+        assert ", attempt 2 (the one before ended by SIGKILL after " in row["reason"]
+        shown = train.ok("tail", *HERE, "--no-follow", "--lines", "100000")
+        assert "attempt 1 ended by SIGKILL after " in shown
+        assert " · attempt 2 · " in shown
+        assert resumed[0] in shown
+        assert int(resumed[1]) % 25 == 0
         changed = train.run("restart", *HERE, "--set", "max-steps=1", "--no-follow")
         assert changed.returncode == 0, changed.stdout + changed.stderr
         assert "saved after" in changed.stderr

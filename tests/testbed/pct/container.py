@@ -54,10 +54,10 @@ class Container:
             self.settings["unprivileged"] = 1
         if tests_python:
             checkout = Path(__file__).parents[3]
-            places = sorted(
-                {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), checkout} - {Path("/usr")}
-            )
-            for number, place in enumerate(places):
+            places = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), checkout} - {Path("/usr")}
+            if sys.pycache_prefix:  # of use to who has PYTHONPYCACHEPREFIX set there, too
+                places.add(Path(sys.pycache_prefix).resolve())
+            for number, place in enumerate(sorted(places)):
                 self.settings[f"mp{90 + number}"] = f"{place},mp={place},ro=1"
         self.settings.update(settings)
 
