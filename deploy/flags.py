@@ -105,6 +105,7 @@ FLAGS: dict[str, Flag] = {
     "token-budget": Flag("int", low=16, high=LARGEST),
     "max-seq-len": Flag("int", low=16, high=LARGEST),
     "max-batch-size": _COUNT,
+    "max-nonfinite-steps": _COUNT,
     "max-anchors": _COUNT,
     "seed": Flag("int", low=0, high=2**63 - 1),
     "block-size": Flag("int", low=2, high=256),
@@ -114,8 +115,12 @@ FLAGS: dict[str, Flag] = {
     "mask-token-id": Flag("int", low=0, high=LARGEST),
     "gamma": Flag("float", above=0),
     "init-from-target": _SWITCH,
+    "noise-start": Flag("float", low=0),
+    "noise-end": Flag("float", low=0),
+    "noise-type": Flag("text", choices=("uniform", "gaussian")),
     "save-interval": _COUNT,
     "keep-checkpoints": _COUNT,
+    "keep-every": _COUNT,
     "log-interval": Flag("float", low=0),
     "eval-prompts": Flag("int", low=0, high=LARGEST),
     "eval-tokens": Flag("int", low=2, high=LARGEST),
@@ -123,6 +128,10 @@ FLAGS: dict[str, Flag] = {
     "threads": Flag("int", low=1, high=1024),
     "dtype": Flag("text", choices=("float32", "bfloat16")),
     "device": Flag("text", pattern=r"auto|cpu|cuda(:\d+)?", described="auto, cpu, cuda or cuda:N"),
+    "target-gpus": Flag("integers"),
+    "drafter-gpus": Flag("integers"),
+    "compile": Flag("text", choices=("auto", "on", "off")),
+    "fresh-compile-cache": _SWITCH,
     "wandb-project": _TEXT,
     "wandb-run-name": _TEXT,
 }
@@ -161,6 +170,25 @@ def conflict(values: Mapping[str, Any]) -> tuple[str, str] | None:
         )
     if "target-layer-ids" in values and "num-taps" in values:
         return "num-taps", "cannot be given together with target-layer-ids; keep one of them"
+    return _roles(values.get("target-gpus"), values.get("drafter-gpus"), values.get("device", "auto"))
+
+
+def _roles(targets: list[int] | None, drafters: list[int] | None, device: str) -> tuple[str, str] | None:
+    """What is wrong with the GPUs that are named."""
+    if targets is None and drafters is None:
+        return None
+    if targets is None or drafters is None:
+        given, other = (
+            ("target-gpus", "drafter-gpus") if drafters is None else ("drafter-gpus", "target-gpus")
+        )
+        return given, f"needs {other} beside it: say which GPUs do the other half of the work"
+    if device != "auto":
+        return "device", "cannot be given together with target-gpus; keep one of them"
+    for name, numbers in (("target-gpus", targets), ("drafter-gpus", drafters)):
+        if len(set(numbers)) < len(numbers):
+            return name, "names a GPU twice; name each once"
+    if set(targets) & set(drafters) and not len(targets) == len(drafters) == 1:
+        return "drafter-gpus", "shares a GPU with target-gpus: give each GPU one role, or one GPU both"
     return None
 
 

@@ -47,7 +47,9 @@ def train(settings: config.Settings) -> int:
         raise InputError(f"--run-dir {where}: there is no such directory; launch makes it before the start")
     monitor = Monitor(Path(where) if where else None)
     try:
-        if settings.target_model != "toy":  # before torch is imported: the answer is there at once
+        # Before torch is imported: the answer is there at once.
+        check_devices(settings, starting=True)
+        if settings.target_model != "toy":
             say(config_check(settings, weights=True))
         monitor.phase("loading", "importing torch")
         from trainer.train import run
@@ -57,13 +59,28 @@ def train(settings: config.Settings) -> int:
         monitor.close()
 
 
+def check_devices(settings: config.Settings, *, starting: bool) -> None:
+    """Raises InputError for devices that are not here; at a start also for more than a run can use."""
+    from trainer import device, roles
+
+    device.check(settings.device)
+    for flag, numbers in (
+        ("--target-gpus", settings.target_gpus),
+        ("--drafter-gpus", settings.drafter_gpus),
+    ):
+        if numbers is not None:
+            device.check_gpus(flag, numbers, starting=starting)
+    if starting:
+        roles.one_device(settings)
+
+
 def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     """Check what can be checked from small files: the target's config.json, the data's data.json.
 
     `weights` adds the headers of the weights, and whether its kernels can be imported. Returns one line that
     describes the run, and one on the kernels of a target that has some. Raises InputError.
     """
-    from trainer import device, resuming, sinks, toy
+    from trainer import resuming, sinks, toy
     from trainer.data_meta import check_meta, known_meta
     from trainer.drafter_config import DrafterConfig
     from trainer.kernels import kernels
@@ -71,7 +88,7 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     from trainer.packing import check_packing
     from trainer.prompts import read_prompts
 
-    device.check(settings.device)
+    check_devices(settings, starting=weights)
     sinks.check(settings.wandb_project)
     made_here = settings.target_model == "toy"
     target = toy.wanted().shape if made_here else text_config(settings.target_model)

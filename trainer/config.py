@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer import roles
 from trainer.errors import InputError, nearest
 from trainer.status import RUN_DIR_VARIABLE
 
@@ -84,9 +85,20 @@ INTEGERS = Kind(_integers, "whole numbers separated by commas", (list, int))
 DEVICE = Kind(_device, "auto, cpu, cuda or cuda:N")
 
 
-def flag(default: Any, kind: Kind, help: str, *, learns: bool = False) -> Any:
-    """A field of `Settings`. `learns`: it decides what is learnt, so a resumed run should not change it."""
-    return field(default=default, metadata={"kind": kind, "help": help, "learns": learns})
+# What becomes of a setting that is another one when a run resumes (trainer/resuming.py carries it out).
+FREE = "free"  # it decides nothing that is learnt
+TOLD = "told"  # what is learnt from then on is another; said
+ORDER = "order"  # the micro-batches are others; said, and the epoch in progress begins again
+FIXED = "fixed"  # what was learnt cannot be gone on with; refused
+SHAPE = "shape"  # the same, judged by the drafter that comes out
+
+
+def flag(default: Any, kind: Kind, help: str, *, learns: bool = False, resume: str = "") -> Any:
+    """A field of `Settings`. `learns`: it decides what is learnt, and is kept in checkpoints. `resume`: one
+    of the words above; without one, TOLD for what learns and FREE for the rest.
+    """
+    resume = resume or (TOLD if learns else FREE)
+    return field(default=default, metadata={"kind": kind, "help": help, "learns": learns, "resume": resume})
 
 
 def _cache() -> str:
@@ -115,41 +127,64 @@ class Settings:
     lr: float = flag(6e-4, number(0, positive=True), "peak learning rate", learns=True)
     warmup_ratio: float = flag(0.04, number(0, 1), "part of the steps that warms up", learns=True)
     optimizer: str = flag(
-        "adamw", one_of("adamw", "muon"), "muon: orthogonal updates of matrices", learns=True
+        "adamw", one_of("adamw", "muon"), "muon: orthogonal updates of matrices", learns=True, resume=FIXED
     )
     weight_decay: float = flag(0.01, number(0), "AdamW's, for matrices", learns=True)
     grad_accum: int = flag(1, integer(1), "micro-batches per optimiser step", learns=True)
     grad_clip: float = flag(1.0, number(0), "largest norm of a gradient; 0: no limit", learns=True)
-    token_budget: int = flag(16384, integer(16), "positions in a micro-batch, padding included", learns=True)
-    max_seq_len: int = flag(3072, integer(16), "longer documents are cut here", learns=True)
-    max_batch_size: int = flag(64, integer(1), "rows in a micro-batch", learns=True)
-    packing: bool = flag(False, SWITCH, "several documents in a row, up to --max-seq-len", learns=True)
+    max_nonfinite_steps: int = flag(
+        25, integer(1), "steps in a row without a finite gradient that end the run"
+    )
+    token_budget: int = flag(
+        16384, integer(16), "positions in a micro-batch, padding included", learns=True, resume=ORDER
+    )
+    max_seq_len: int = flag(3072, integer(16), "longer documents are cut here", learns=True, resume=ORDER)
+    max_batch_size: int = flag(64, integer(1), "rows in a micro-batch", learns=True, resume=ORDER)
+    packing: bool = flag(
+        False, SWITCH, "several documents in a row, up to --max-seq-len", learns=True, resume=ORDER
+    )
     max_anchors: int = flag(512, integer(1), "blocks in a micro-batch, shared by its documents", learns=True)
     seed: int = flag(
-        0, integer(0, 2**63 - 1), "of the data's order, the anchors and the first weights", learns=True
+        0,
+        integer(0, 2**63 - 1),
+        "of the data's order, the anchors and the first weights",
+        learns=True,
+        resume=ORDER,
     )
 
-    block_size: int = flag(16, integer(2, 256), "slots in a block, the anchor included", learns=True)
-    num_draft_layers: int = flag(5, integer(1, 256), "layers of the drafter", learns=True)
+    block_size: int = flag(
+        16, integer(2, 256), "slots in a block, the anchor included", learns=True, resume=SHAPE
+    )
+    num_draft_layers: int = flag(5, integer(1, 256), "layers of the drafter", learns=True, resume=SHAPE)
     target_layer_ids: tuple[int, ...] | None = flag(
-        None, INTEGERS, "target layers to tap, from 0", learns=True
+        None, INTEGERS, "target layers to tap, from 0", learns=True, resume=SHAPE
     )
     num_taps: int | None = flag(
-        None, integer(1), "how many layers to tap, if not which (default: 5)", learns=True
+        None, integer(1), "how many layers to tap, if not which (default: 5)", learns=True, resume=SHAPE
     )
     mask_token_id: int | None = flag(
-        None, integer(0), "default: <|mask|>, else the first unused id", learns=True
+        None, integer(0), "default: <|mask|>, else the first unused id", learns=True, resume=SHAPE
     )
     gamma: float | None = flag(
         None, number(0, positive=True), "decay of the loss along a block (default: by its size)", learns=True
     )
     sliding_window: int | None = flag(
-        None, integer(1), "context positions a slot sees, itself counted (default: all)", learns=True
+        None,
+        integer(1),
+        "context positions a slot sees, itself counted (default: all)",
+        learns=True,
+        resume=SHAPE,
     )
     init_from_target: bool = flag(False, SWITCH, "start from the target's last layers", learns=True)
+    noise_start: float = flag(0.0, number(0), "of noise on the context, at the first step", learns=True)
+    noise_end: float = flag(0.0, number(0), "the same at the last step; a straight line between", learns=True)
+    noise_type: str = flag(
+        "uniform", one_of("uniform", "gaussian"), "up to that strength, or of that deviation", learns=True
+    )
 
     save_interval: int = flag(500, integer(1), "steps between checkpoints")
     keep_checkpoints: int = flag(3, integer(1), "how many of a run are kept")
+    keep_every: int | None = flag(None, integer(1), "those of every so many steps are kept beside them")
     log_interval: float = flag(10.0, number(0), "seconds between log lines")
     eval_prompts: int = flag(0, integer(0), "prompts for real speculative decoding before and after; 0: none")
     eval_interval: int = flag(0, integer(0), "steps between evaluations meanwhile; 0: none")
@@ -163,6 +198,12 @@ class Settings:
     dtype: str = flag("float32", one_of("float32", "bfloat16"), "of the target", learns=True)
     require_fast_kernels: bool = flag(False, SWITCH, "refuse PyTorch's slow code for recurrent layers")
     device: str = flag("auto", DEVICE, "where to compute (auto: a GPU if there is one)")
+    target_gpus: tuple[int, ...] | None = flag(
+        None, INTEGERS, "GPUs that run the target, in place of --device"
+    )
+    drafter_gpus: tuple[int, ...] | None = flag(None, INTEGERS, "GPUs that train the drafter")
+    compile: str = flag("auto", one_of("auto", "on", "off"), "torch.compile of the drafter (auto: on a GPU)")
+    fresh_compile_cache: bool = flag(False, SWITCH, "compile anew instead of from the cache")
     wandb_project: str | None = flag(None, TEXT, "also log to Weights & Biases")
     wandb_run_name: str | None = flag(None, TEXT, "the run's name there (default: the run id)")
 
@@ -321,3 +362,4 @@ def check(settings: Settings) -> None:
         raise InputError(f"{which} evaluates nothing by itself: say on how many prompts with --eval-prompts")
     if settings.target_layer_ids is not None and settings.num_taps is not None:
         raise InputError("--target-layer-ids and --num-taps exclude each other: give one of them")
+    roles.of(settings)

@@ -66,6 +66,12 @@ class Batch:
     def tokens(self) -> int:
         return sum(self.lengths)
 
+    @property
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """(document, its row, where it begins there, tokens) of each."""
+        known = zip(self.documents, self.places, self.lengths, strict=True)
+        return [(document, *place, length) for document, place, length in known]
+
     def to(self, device: torch.device | str) -> Batch:
         """On a GPU the copies are only begun: what follows there waits for them."""
         return replace(
@@ -193,6 +199,13 @@ class Reader:
         by_length = self._usable[np.argsort(padded, kind="stable")]
         found, starts = np.unique(np.sort(padded), return_index=True)
         return list(zip(found.tolist(), np.split(by_length, starts[1:]), strict=True))
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, positions) of the largest micro-batch of each padded length; none is larger."""
+        if self.portions.packing:
+            length = self.portions.max_seq_len
+            return [(min(len(self._bin_sizes), self._documents_of(length)), length)]
+        return [(min(len(bucket), self._documents_of(length)), length) for length, bucket in self._buckets()]
 
     def groups(self) -> list[np.ndarray]:
         """All documents in fixed groups of like length, none larger than a micro-batch: the same for every

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import InputError
@@ -22,28 +22,65 @@ def check(name: str, *, devices: Path = Path("/dev"), environment: Mapping[str, 
     """Raises InputError if no start on this machine could use the device `name`."""
     if not name.startswith("cuda"):
         return
-    if _built_without_gpu():
-        raise InputError(
-            f"--device {name}: the torch of {sys.executable} is built for the CPU only; install one that is "
-            "built for your GPU, or give --device auto or cpu"
-        )
-    found = sorted(os.listdir(devices)) if devices.is_dir() else []
-    most = len([node for node in found if _NODES.fullmatch(node)])
-    if not most and not set(_OTHERS) & set(found):
+    _check_build(f"--device {name}", "give --device auto or cpu")
+    most, visible = _count(devices, environment)
+    if most == 0 and visible is None:
         raise InputError(
             f"--device {name}: there is no GPU here (no {devices}/nvidia0); give --device auto or cpu"
         )
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        most = min(most or len(visible), len([word for word in visible.split(",") if word.strip()]))
-        if visible.strip() == "-1":
-            most = 0
-    if int(name[5:] or 0) >= most and (visible is not None or most):
+    if most is not None and int(name[5:] or 0) >= most:
         raise InputError(
-            f"--device {name}: a run sees {most} GPUs here"
-            f"{f' (CUDA_VISIBLE_DEVICES is {visible!r})' if visible is not None else ''}; give one of them, "
+            f"--device {name}: a run sees {most} GPUs here{_why(visible)}; give one of them, "
             "or --device auto or cpu"
         )
+
+
+def check_gpus(
+    flag: str,
+    numbers: Sequence[int],
+    *,
+    starting: bool,
+    devices: Path = Path("/dev"),
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """Raises InputError if `flag` names more GPUs than a run sees here. A machine without any may check a
+    configuration for another one; it cannot start it.
+    """
+    most, visible = _count(devices, environment)
+    if starting:
+        _check_build(f"{flag} {','.join(map(str, numbers))}", f"leave {flag} out")
+    if most is None or (most == 0 and not starting):
+        return
+    if missing := [number for number in numbers if number >= most]:
+        raise InputError(
+            f"{flag} {','.join(map(str, numbers))}: there is no GPU {missing[0]} here, "
+            f"since a run sees {most} GPUs{_why(visible)}; GPUs are counted from 0"
+        )
+
+
+def _check_build(named: str, remedy: str) -> None:
+    if _built_without_gpu():
+        raise InputError(
+            f"{named}: the torch of {sys.executable} is built for the CPU only; "
+            f"install one that is built for your GPU, or {remedy}"
+        )
+
+
+def _count(devices: Path, environment: Mapping[str, str]) -> tuple[int | None, str | None]:
+    """(how many GPUs a run sees, None if that is not told by names; CUDA_VISIBLE_DEVICES)."""
+    found = sorted(os.listdir(devices)) if devices.is_dir() else []
+    nodes = len([node for node in found if _NODES.fullmatch(node)])
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if not nodes and not set(_OTHERS) & set(found):
+        return 0, None
+    if visible is None:
+        return nodes or None, None
+    listed = 0 if visible.strip() == "-1" else len([word for word in visible.split(",") if word.strip()])
+    return min(nodes or listed, listed), visible
+
+
+def _why(visible: str | None) -> str:
+    return f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
 
 
 def _built_without_gpu() -> bool:

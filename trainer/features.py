@@ -28,7 +28,7 @@ class Features:
         self._group_of = {int(i): number for number, group in enumerate(self._groups) for i in group}
 
     def __call__(self, batch: Batch) -> Tensor:
-        if not self.keep:
+        if not self.keep or not batch.documents:  # none: a micro-batch that only has the size of one
             return self.target.features(batch.input_ids, batch.positions)[0]
         for number in sorted({self._group_of[i] for i in batch.documents if i not in self._kept}):
             self._compute(self._groups[number])

@@ -17,10 +17,10 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.status import ATTEMPT_VARIABLE, Heartbeat, Request, RunDir
 
@@ -60,6 +60,23 @@ class StopSignal:
         self.came = True
 
 
+class Clock(Protocol):
+    """Marks moments of the device that computes, which may be behind the host that tells it what to do."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks. May wait for the second."""
+
+
+class HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
 @dataclass
 class Interval:
     """What is summed from one log line to the next."""
@@ -73,19 +90,26 @@ class Interval:
     blocks: int = 0
     slots: int = 0  # slots that had a label
     correct: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    clock: Clock = field(default_factory=lambda: HostClock())
+    timed: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: {name: [] for name in PARTS})
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time one part of a step."""
-        start = time.perf_counter()
+        start = self.clock.mark()
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            self.timed[name].append((start, self.clock.mark()))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What each part took in all."""
+        return {name: sum(self.clock.seconds(*pair) for pair in pairs) for name, pairs in self.timed.items()}
 
     def summary(self, lr: float, memory: dict[str, int]) -> dict[str, Any]:
         """The record of this interval: means over its steps."""
+        waited = self.seconds  # first, since it may wait for the device
         seconds = max(time.perf_counter() - self.started, 1e-9)
         return {
             "loss": self.loss / self.weight if self.weight else None,
@@ -93,7 +117,7 @@ class Interval:
             "accuracy": self.correct / self.slots if self.slots else None,
             "tokens_per_second": self.tokens / seconds,
             "lr": lr,
-            "phase_seconds": {name: value / max(self.steps, 1) for name, value in self.seconds.items()},
+            "phase_seconds": {name: value / max(self.steps, 1) for name, value in waited.items()},
             "memory": memory,
         }
 
@@ -113,9 +137,15 @@ def line(step: int, total: int, record: dict[str, Any]) -> str:
             f"τ̂ {value('tau_hat', '.2f')}",
             f"lr {record['lr']:.1e}",
             f"{parts} ms",
-            f"mem {record['memory'].get('now', 0) / 1e6:,.0f} MB",
+            f"mem {_memory(record['memory'])}",
         ]
     )
+
+
+def _memory(memory: Mapping[str, int]) -> str:
+    """``812 MB (min 640, peak 905)``."""
+    now, least, peak = (f"{memory.get(key, 0) / 1e6:,.0f}" for key in ("now", "min", "peak"))
+    return f"{now} MB (min {least}, peak {peak})" if "min" in memory else f"{now} MB"
 
 
 class Monitor:
@@ -133,6 +163,8 @@ class Monitor:
         self._rates: deque[float] = deque(maxlen=100)
         self._request_seen: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
+        self._least = 0  # memory since the first step, bytes
+        self.gauge: Callable[[], tuple[int, int]] = memory  # (now, peak) bytes of what runs out first
         if self.run_dir:
             # What an earlier attempt answered is answered; it must not be done again by this one.
             earlier = self.run_dir.heartbeats().get(0)
@@ -167,9 +199,9 @@ class Monitor:
 
     def memory(self) -> dict[str, int]:
         """Bytes: the least since the first step (before it memory only grows), now, and the most ever."""
-        now, peak = memory()
-        least = min(self._heartbeat.memory.get("min", now), now) if self._heartbeat.step else now
-        return {"min": least, "now": now, "peak": peak}
+        now, peak = self.gauge()
+        self._least = min(self._least, now) if self._heartbeat.step else now
+        return {"min": self._least, "now": now, "peak": max(now, peak)}
 
     def close(self) -> None:
         """Write the last heartbeat."""

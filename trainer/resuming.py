@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from trainer import checkpoint
 from trainer.checkpoint import Found
-from trainer.config import Settings
+from trainer.config import FIELDS, FIXED, ORDER, Settings
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 from trainer.modeldir import target_digest
 
 _OF_TARGET = ("vocab_size", "hidden_size", "num_target_layers")
 _OF_SETTINGS = ("block_size", "num_hidden_layers", "target_layer_ids", "mask_token_id", "sliding_window")
+_RUN_ID = re.compile(r"\d+-(.+)")  # a number, then the name
 TOY = "toy "  # before the digest of a target that the trainer made itself
 
 
@@ -53,18 +56,42 @@ def refusal(found: Found, shape: DrafterConfig, wanted: DrafterConfig, ours: dic
             f"--resume auto: {found.path} holds another drafter ({_difference(shape, wanted)}); "
             "use the same settings, or --resume never to start at step 0"
         )
-    kind = theirs.get("optimizer", "adamw")
-    if kind != ours["optimizer"]:
-        return (
-            f"--resume auto: {found.path} was trained with --optimizer {kind}; use the same, or "
-            "--resume never to start at step 0"
-        )
+    for name in _of_kind(FIXED):
+        if (kind := theirs.get(name, FIELDS[name].default)) != ours[name]:
+            return (
+                f"--resume auto: {found.path} was trained with --{name.replace('_', '-')} {kind}; "
+                "use the same, or --resume never to start at step 0"
+            )
     return None
 
 
+def of_another_name(found: Found, run_id: str) -> str | None:
+    """Why `found` is no checkpoint of the name of the run `run_id`; None if it is, or one has no name."""
+    theirs, ours = (_RUN_ID.fullmatch(one) for one in (found.state.run_id, run_id))
+    if not theirs or not ours or theirs[1] == ours[1]:
+        return None
+    return (
+        f"--resume auto: {found.path} is of another experiment ({theirs[1]}, and this run is of {ours[1]}); "
+        "give each its own --output-dir, or --resume never to start at step 0"
+    )
+
+
 def changed(found: Found, ours: dict[str, Any]) -> list[str]:
-    """Names of the settings that decide what is learnt and are not what they were."""
-    return [key for key in ours if found.state.settings.get(key) != ours[key]]
+    """Names of the settings that decide what is learnt and are not what they were. One that the checkpoint
+    does not know had the value that is the default now.
+    """
+    theirs = found.state.settings
+    default = {name: FIELDS[name].default for name in ours if name in FIELDS}
+    return [key for key in ours if theirs.get(key, default.get(key)) != ours[key]]
+
+
+def begins_again(changed: Collection[str]) -> bool:
+    """Whether the micro-batches are others than those that the epoch in progress began with."""
+    return bool({"data", *_of_kind(ORDER)} & set(changed))
+
+
+def _of_kind(resume: str) -> list[str]:
+    return [name for name, field in FIELDS.items() if field.metadata["resume"] == resume]
 
 
 def _difference(theirs: DrafterConfig, ours: DrafterConfig) -> str:
@@ -100,7 +127,7 @@ def check(settings: Settings, drafter: DrafterConfig) -> None:
     else:
         target = theirs
     wanted = dataclasses.replace(shape, **{name: getattr(drafter, name) for name in _OF_SETTINGS})
-    if wrong := refusal(found, shape, wanted, {"target": target, "optimizer": settings.optimizer}):
+    if wrong := refusal(found, shape, wanted, {**settings.learning(), "target": target}):
         raise InputError(wrong)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import os
 import secrets
 import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from trainer import checkpoint, evaluation, resuming
+from trainer import checkpoint, compiling, evaluation, gpu, resuming, roles, worst
 from trainer.config import Settings
 from trainer.data import Batch, Portions, Reader
 from trainer.drafter import Drafter
@@ -18,13 +19,16 @@ from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 from trainer.evaluating import Evaluations
 from trainer.features import Features
+from trainer.finite import FeatureCheck, LostSteps, first_not_finite
 from trainer.foreign import open_completions
-from trainer.loss import Objective, accepted_tokens
+from trainer.loss import Objective, Visit, accepted_tokens
 from trainer.modeldir import default_mask_token, stop_tokens, target_digest, tokenizer_digest
-from trainer.monitor import Interval, Monitor, StopSignal, line, say
+from trainer.monitor import HostClock, Interval, Monitor, StopSignal, line, say
+from trainer.noise import Noise
 from trainer.optim import Optimizer, learning_rate
 from trainer.packing import check_packing
 from trainer.prefetch import Prefetch
+from trainer.saving import Saving
 from trainer.sinks import Project, Records
 from trainer.status import Request
 from trainer.target import Target, choose_device
@@ -60,8 +64,11 @@ class Trainer:
         self.output = Path(settings.output_dir)
         self.stop = StopSignal()
         self.records = Records()
-        self.saved: checkpoint.Found | None = None  # this run's last checkpoint; its state is of its step
-        self.device = choose_device(settings.device)
+        self.device = choose_device(roles.one_device(settings))
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            monitor.gauge = functools.partial(gpu.memory, self.device)
+        self.clock = gpu.GpuClock() if on_gpu else HostClock()
         self.toy_prompts: evaluation.Prompts | None = None  # with the toy target
 
         monitor.phase("loading")
@@ -69,6 +76,10 @@ class Trainer:
         monitor.phase("loading", f"target {target_dir}")
         self.completions = open_completions(data_dir, settings.cache, say)
         self.target = Target.load(target_dir, getattr(torch, settings.dtype), self.device)
+        if bad := first_not_finite(self.target.model.named_parameters()):
+            raise InputError(
+                f"--target-model {target_dir}: {bad} holds values that are not finite; copy the model again"
+            )
         vocabulary = self.target.config.vocab_size
         self.completions.check_target(tokenizer_digest(target_dir), vocabulary)
         if settings.packing:
@@ -108,8 +119,12 @@ class Trainer:
         )
         self.ahead = Prefetch(self.reader, self.device)
         self.features = Features(self.target, self.reader, keep=settings.cache_features)
-        steps = settings.epochs * self.reader.batches_per_epoch // settings.grad_accum
-        self.total = max(1, min(steps, settings.max_steps or steps))
+        self.noise = Noise(settings.noise_start, settings.noise_end, settings.noise_type, settings.seed)
+        self.feature_check = FeatureCheck()
+        self.lost = LostSteps(settings.max_nonfinite_steps, self.device)
+        self.compiled = compiling.wanted(settings.compile, self.device)
+        self.draft = compiling.drafting(self.drafter, compiled=self.compiled)
+        self.compilations = compiling.Compilations()
         name = resuming.target_name(target_digest(target_dir), toy=settings.target_model == "toy")
         self.evaluations = Evaluations(
             settings,
@@ -124,7 +139,7 @@ class Trainer:
             step=0,
             micro_batch=0,
             epoch=0,
-            total=self.total,
+            total=0,  # until it is known where the run begins
             run_id=monitor.run_id,
             settings={
                 **settings.learning(),
@@ -132,6 +147,7 @@ class Trainer:
                 "target": name,
             },
         )
+        self.saving = Saving(settings, monitor, self.state, self.drafter, self.optimizer)
 
     def _inputs(self) -> tuple[str, str]:
         """Directories of the target and the data; the toy's are made now if they are not there."""
@@ -149,7 +165,8 @@ class Trainer:
 
     def run(self) -> int:
         checkpoint.get_ready()
-        self._resume()
+        self.saving.resume(self.reader.batches_per_epoch)
+        self.total = self.state.total = self._steps()
         checkpoint.announce(self.output, self.state, self.config.to_json())
         self._open_records()
         parameters = sum(p.numel() for p in self.drafter.parameters())
@@ -159,11 +176,12 @@ class Trainer:
             f"{self.reader.batches_per_epoch} micro-batches an epoch · {self.device}, "
             f"{torch.get_num_threads()} threads"
         )
+        self._try_out()
         self._evaluate("before")
         self.stop.install()
         self.monitor.progress(self.state.step, self.total)
         self.monitor.phase("training")
-        interval, logged = Interval(), 0.0
+        interval, logged = Interval(clock=self.clock), 0.0
         while self.state.step < self.total:
             if (code := self._boundary()) is not None:
                 return code
@@ -179,28 +197,59 @@ class Trainer:
             last = self.state.step == self.total
             if not logged or last or time.monotonic() - logged >= self.settings.log_interval:
                 self._log(interval, rate)
-                interval, logged = Interval(), time.monotonic()
+                interval, logged = Interval(clock=self.clock), time.monotonic()
             if self.state.step % self.settings.save_interval == 0 and not last:
-                self._save()
+                self._save_by_itself()
         return self._finish()
+
+    def _steps(self) -> int:
+        """Optimiser steps of the whole run: those that are done, and what the data that is left gives."""
+        left = self.settings.epochs * self.reader.batches_per_epoch - self.state.micro_batch
+        steps = self.state.step + max(left, 0) // self.settings.grad_accum
+        return max(1, self.state.step, min(steps, self.settings.max_steps or steps))
+
+    def _try_out(self) -> None:
+        """The worst step, of which nothing is learnt: what does not fit into memory shows now, and what is to
+        be compiled is.
+        """
+        s, began = self.settings, time.monotonic()
+        if self.compiled:
+            of = compiling.facts(self.device, self.config)
+            place = compiling.cache_directory(s.cache, of, fresh=s.fresh_compile_cache)
+            self.monitor.phase("compiling", f"cache {place}")
+        said = worst.try_out(
+            self.reader,
+            self.device,
+            self.drafter,
+            lambda batch: self._gradient(batch, Interval()),
+            self.monitor,
+        )
+        self.feature_check.read()  # of documents that are none
+        if self.compiled:
+            pieces, seconds = self.compilations.new(), time.monotonic() - began
+            say(f"compiled {pieces} pieces of code in {seconds:.0f} s, kept in {place}")
+        say(said)
 
     def _step(self, interval: Interval) -> float:
         """One optimiser step; returns its learning rate."""
         started = time.perf_counter()
-        tokens, weight = 0, 0.0
+        tokens, weight, labels = 0, 0.0, 0
         for _ in range(self.settings.grad_accum):
             with interval.part("data"):
                 batch = self.ahead.batch(self.state.micro_batch).to(self.device)
             weight += self._micro_batch(batch, interval)
             tokens += batch.tokens
+            labels += len(batch.rows)
             self.state.micro_batch += 1
         self.state.step += 1
         self.state.epoch = self.state.micro_batch // self.reader.batches_per_epoch
         s = self.settings
         rate = learning_rate(self.state.step, self.total, s.lr, s.warmup_ratio)
         with interval.part("optimizer"):
-            if weight and self.optimizer.step(rate, weight, s.grad_clip) is None:
-                say(f"warning: step {self.state.step} had a gradient that is not finite and changed nothing")
+            if labels:
+                self.lost.note(self.optimizer.step(rate, weight, s.grad_clip))
+        if self.lost.due:
+            self._look()
         interval.steps += 1
         interval.tokens += tokens
         self.monitor.step_done(self.state.step, time.perf_counter() - started, tokens)
@@ -210,17 +259,7 @@ class Trainer:
         """Add the gradient of Σ w·CE of one micro-batch; returns Σ w."""
         if not len(batch.rows):
             return 0.0
-        with interval.part("target"):
-            taps = self.features(batch)[:, : batch.blocks.context_length]
-            embeddings = self.target.embed(batch.block_ids)
-        with interval.part("forward"):
-            hidden = self.drafter(embeddings.float(), batch.blocks, self.drafter.fuse(taps.float()))
-            rows = hidden.flatten(0, 1)[batch.rows]
-        labels, weights = batch.labels.flatten()[batch.rows], batch.weights.flatten()[batch.rows]
-        with interval.part("objective"):
-            visit = self.objective(rows, labels, weights)
-        with interval.part("backward"):
-            visit.loss.backward()
+        visit, weights = self._gradient(batch, interval)
         weight = float(weights.sum())
         interval.loss += float(visit.loss.detach())
         interval.weight += weight
@@ -230,8 +269,44 @@ class Trainer:
         interval.slots += len(batch.rows)
         return weight
 
+    def _gradient(self, batch: Batch, interval: Interval) -> tuple[Visit, Tensor]:
+        """Add the gradient of Σ w·CE of one micro-batch, and nothing else. Returns the visit, its weights."""
+        with interval.part("target"):
+            taps = self.features(batch)[:, : batch.blocks.context_length]
+            self.feature_check.note(taps, batch.spans)
+            if self.noise:
+                epoch = self.state.micro_batch // self.reader.batches_per_epoch
+                strength = self.noise.strength(self.state.step + 1, self.total)
+                taps = self.noise.add(taps, batch.spans, epoch, strength)
+            embeddings = self.target.embed(batch.block_ids)
+        with interval.part("forward"):
+            hidden = self.draft(embeddings.float(), batch.blocks, taps.float())
+            rows = hidden.flatten(0, 1)[batch.rows]
+        labels, weights = batch.labels.flatten()[batch.rows], batch.weights.flatten()[batch.rows]
+        with interval.part("objective"):
+            visit = self.objective(rows, labels, weights)
+        with interval.part("backward"):
+            visit.loss.backward()
+        return visit, weights
+
+    def _look(self) -> None:
+        """Say what of the steps since the last look came to nothing. Raises Diverged if it is too much."""
+        for document in self.feature_check.read():
+            say(
+                f"warning: document {document}: the target's features are not finite, so a step that it is "
+                "in changes nothing"
+            )
+        if lost := self.lost.read():
+            which = (
+                f"{lost} of the steps up to step {self.state.step}" if lost > 1 else f"step {self.state.step}"
+            )
+            say(f"warning: {which} had a gradient that is not finite and changed nothing")
+
     def _log(self, interval: Interval, rate: float) -> None:
-        record = interval.summary(rate, self.monitor.memory())
+        self._look()
+        record = {**interval.summary(rate, self.monitor.memory()), "nonfinite_steps": self.lost.total}
+        if pieces := self.compilations.new():
+            say(f"compiled {pieces} more pieces of code since the line before")
         say(line(self.state.step, self.total, record))
         self.monitor.record(record)
         self.records.write(self.state.step, {"kind": "training", **record, "epoch": self.state.epoch})
@@ -256,70 +331,15 @@ class Trainer:
         say(f"{request.action} asked for by {request.by or 'somebody'}: {wrong or 'done'}")
 
     def _save(self) -> str | None:
-        """Save a checkpoint; returns what went wrong, which is also said, and does not end the training."""
-        self.monitor.phase("checkpointing")
-        try:
-            self.state.rng = bytes(torch.get_rng_state().tolist()).hex()
-            path = self._write_checkpoint()
-        except Exception as error:  # whatever it is, what has been learnt is worth another attempt
-            self.saved = None
-            wrong = " ".join(str(error).split())
-            if not isinstance(error, checkpoint.SaveError):
-                wrong = f"no checkpoint at step {self.state.step}: {type(error).__name__}: {wrong}"
-            say(f"warning: {wrong}")
-            self.monitor.phase("training", f"checkpoint failed: {wrong}")
-            return wrong
-        self.saved = checkpoint.Found(path, dataclasses.replace(self.state))
-        say(f"checkpoint {path}")
-        self.monitor.checkpoint(path, self.state.step)
-        self.monitor.phase("training")
-        return None
+        return self.saving.save()
 
-    def _write_checkpoint(self) -> Path:
-        """Once per step: the tensors of a step are what they are, so a second save renews the state alone."""
-        if self.saved and self.saved.state.step == self.state.step:
-            checkpoint.finish(checkpoint.Found(self.saved.path, self.state))
-            return self.saved.path
-        return checkpoint.save(
-            self.output,
-            self.state,
-            self.drafter.state_dict(),
-            self.optimizer.state(),
-            self.config.to_json(),
-            self.settings.keep_checkpoints,
-        )
-
-    def _resume(self) -> None:
-        if self.settings.resume == "never":
-            return
-        found = checkpoint.newest(self.output, say)
-        if found is None:
-            return
-        ours = self.state.settings
-        if why := resuming.superseded(found, ours):
-            say(why)
-            return
-        shape = DrafterConfig.from_json(checkpoint.read_config(found))
-        if wrong := resuming.refusal(found, shape, self.config, ours):
-            raise InputError(wrong)
-        if changed := resuming.changed(found, ours):
-            say(f"warning: resuming with other settings than before: {', '.join(changed)}")
-        drafter, optimizer = checkpoint.load(found)
-        self.drafter.load_state_dict(drafter)
-        self.optimizer.load(optimizer)
-        torch.set_rng_state(torch.tensor(list(bytes.fromhex(found.state.rng)), dtype=torch.uint8))
-        self.state.step = found.state.step
-        self.state.micro_batch = found.state.micro_batch
-        self.state.epoch = found.state.epoch
-        self.state.results = {
-            when: result for when, result in found.state.results.items() if isinstance(result, dict)
-        }
-        self.state.wandb_id = found.state.wandb_id
-        if found.path.parent == self.output / self.state.run_id:  # an earlier attempt of this run
-            self.saved = found
-            self.state.sequence = found.state.sequence
-        self.monitor.checkpoint(found.path, found.state.step)
-        say(f"resumed from {found.path} at step {found.state.step}")
+    def _save_by_itself(self) -> None:
+        """The save that is due every so many steps; of a run that diverges there is a better one already."""
+        self._look()
+        if self.lost.in_a_row:
+            say(f"no checkpoint at step {self.state.step}, whose gradient was not finite")
+        else:
+            self._save()
 
     def _finish(self) -> int:
         """The last checkpoint comes first, so that nothing that follows can lose the training."""
@@ -330,17 +350,9 @@ class Trainer:
         except Stopped:
             say("stopped during the evaluation, which the next run repeats; the training is saved")
             return 0 if wrong is None else SAVE_FAILED
-        self.state.finished = True
-        if wrong is not None:
-            wrong = self._save()
-            return 0 if wrong is None else SAVE_FAILED
-        assert self.saved is not None
-        try:
-            checkpoint.finish(checkpoint.Found(self.saved.path, self.state))
-        except checkpoint.SaveError as error:
-            say(f"warning: {error}")
+        if (place := self.saving.finish(anew=wrong is not None)) is None:
             return SAVE_FAILED
-        say(f"finished at step {self.state.step}: {self.saved.path}")
+        say(f"finished at step {self.state.step}: {place}")
         return 0
 
     # -- evaluation and records ------------------------------------------------------------
@@ -379,7 +391,7 @@ class Trainer:
             if self.state.step and (code := self._boundary()) is not None:
                 raise Stopped(code)
             self.monitor.phase("evaluating")
-        elif self.saved and (request := self.monitor.asked()):
+        elif self.saving.saved and (request := self.monitor.asked()):
             self._answer(request, None)  # the last checkpoint is already there
             if request.action == "checkpoint-and-stop":
                 raise Stopped

@@ -76,6 +76,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "kept features": {"cache_features": True},
     "muon": {"optimizer": "muon"},
     "few anchors": {"init_from_target": True, "max_anchors": 7},
+    "noise": {"noise_start": 0.5, "noise_end": 0.1, "noise_type": "gaussian"},
 }
 
 
@@ -103,6 +104,7 @@ def unbroken(model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
         ("signal", 7, "kept features"),
         ("signal", 4, "muon"),
         ("request", 3, "few anchors"),
+        ("signal", 7, "noise"),
     ],
 )
 def test_k_steps_and_the_rest_after_a_resume_give_the_bits_of_all_steps_at_once(

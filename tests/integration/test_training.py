@@ -73,7 +73,8 @@ def wait_for(condition: Callable[[], object], process: Any, seconds: float = 120
 
 LINE = re.compile(
     r"^step (\d+)/10 · [\d,]+ tok/s · loss \d\.\d{3} · τ̂ \d\.\d\d · lr \d\.\de-\d\d · "
-    r"data \d+ target \d+ forward \d+ objective \d+ backward \d+ optimizer \d+ ms · mem [\d,]+ MB$",
+    r"data \d+ target \d+ forward \d+ objective \d+ backward \d+ optimizer \d+ ms · "
+    r"mem [\d,]+ MB \(min [\d,]+, peak [\d,]+\)$",
     re.MULTILINE,
 )
 

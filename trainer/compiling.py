@@ -1,0 +1,98 @@
+"""torch.compile of the drafter: when, with which cache, and how often it happened.
+
+Each process compiles for itself and in its main thread alone, since tracing is not safe among threads. What
+was compiled lies in a directory named by what it depends on, and is found again by the next start; another
+torch, GPU, code or drafter has another directory, so that nothing stale can be found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.attention import two_part_attention
+from trainer.blocks import Blocks
+from trainer.drafter import Drafter
+from trainer.drafter_config import DrafterConfig
+
+BACKEND = "inductor"
+CODE = ("attention", "blocks", "drafter", "flex")  # modules of this package whose change makes other kernels
+
+
+def wanted(choice: str, device: torch.device) -> bool:
+    """`choice` is --compile: on a CPU it takes a minute and gains nothing, so "auto" leaves it out there."""
+    return choice == "on" or (choice == "auto" and device.type == "cuda")
+
+
+def facts(device: torch.device, config: DrafterConfig) -> dict[str, Any]:
+    """What compiled code depends on."""
+    code = hashlib.sha256()
+    for name in CODE:
+        file = Path(__file__).with_name(f"{name}.py")
+        code.update(name.encode() + (file.read_bytes() if file.exists() else b""))
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{gpu.name} {gpu.major}.{gpu.minor}" if gpu else platform.machine(),
+        "code": code.hexdigest(),
+        "drafter": config.to_json(),
+    }
+
+
+def cache_directory(cache: Path, of: dict[str, Any], *, fresh: bool = False) -> Path:
+    """The directory below `cache` for what depends on `of`, made and handed to torch and Triton. `fresh`
+    empties this one, no other.
+    """
+    name = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
+    place = cache / "compiled" / name
+    if fresh:
+        shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "depends-on.json").write_text(json.dumps(of, indent=1) + "\n", encoding="utf-8")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place / "inductor")
+    os.environ["TRITON_CACHE_DIR"] = str(place / "triton")
+    return place
+
+
+def drafting(drafter: Drafter, *, compiled: bool) -> Callable[[Tensor, Blocks, Tensor], Tensor]:
+    """What turns (embeddings [N, B, H], blocks, taps [b, C, K·H]) into hidden states [N, B, H].
+
+    Compiled, at its first call, sizes that change become variables after their first change, so that the few
+    shapes of training do not each compile anew. Attention by tiles stays as it is: its sizes are others in
+    every micro-batch.
+    """
+    attend = torch.compiler.disable(two_part_attention) if compiled else two_part_attention
+
+    def draft(embeddings: Tensor, blocks: Blocks, taps: Tensor) -> Tensor:
+        return drafter(embeddings, blocks, drafter.fuse(taps), attend)
+
+    if not compiled:
+        return draft
+    torch._dynamo.config.recompile_limit = 64  # beyond it torch would go on uncompiled without a word
+    return torch.compile(draft, backend=BACKEND)
+
+
+class Compilations:
+    """How many pieces of code were compiled since the last look."""
+
+    def __init__(self) -> None:
+        self._seen = self._count()
+
+    @staticmethod
+    def _count() -> int:
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    def new(self) -> int:
+        count = self._count()
+        before, self._seen = self._seen, count
+        return count - before

@@ -1,0 +1,97 @@
+"""The worst step of a run, before its first: what does not fit into memory shows at once, not in an hour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from trainer.blocks import Blocks
+from trainer.data import CONTEXT_BUCKET, Batch, Reader
+from trainer.errors import InputError
+from trainer.monitor import Monitor
+
+
+def worst_batches(reader: Reader) -> list[Batch]:
+    """The micro-batches that need most: the one with most positions, and the one with the longest rows, if
+    that is another. Every block is there, as late in its row as it can be, and every slot has a label.
+
+    They belong to no document, and no random number is drawn for them.
+    """
+    shapes = reader.shapes()
+    most = max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+    longest = max(shapes, key=lambda shape: (shape[1], shape[0]))
+    return [_batch(reader, *shape) for shape in dict.fromkeys((most, longest))]
+
+
+def _batch(reader: Reader, rows: int, length: int) -> Batch:
+    p = reader.portions
+    slots = p.max_anchors
+    # Spread evenly over the rows; a row of length S has no more than S - 1 anchors.
+    per_row = [min(slots // rows + (row < slots % rows), max(length - 1, 1)) for row in range(rows)]
+    of_row = [row for row, count in enumerate(per_row) for _ in range(count)]
+    anchors = [position for count in per_row for position in range(length - count, length)]
+    blocks = Blocks.build(of_row, anchors, p.block_size, bucket=CONTEXT_BUCKET, window=p.sliding_window)
+    blocks = replace(blocks, context_length=min(blocks.context_length, length))
+    weights = torch.ones(len(blocks), p.block_size)
+    weights[:, 0] = 0
+    return Batch(
+        documents=[],
+        places=[],
+        input_ids=torch.zeros(rows, length, dtype=torch.int64),
+        lengths=[],
+        positions=_positions(rows, length) if p.packing else None,
+        blocks=blocks,
+        block_ids=torch.zeros(len(blocks), p.block_size, dtype=torch.int64),
+        labels=torch.zeros(len(blocks), p.block_size, dtype=torch.int64),
+        weights=weights,
+        rows=weights.flatten().nonzero()[:, 0],
+    )
+
+
+def _positions(rows: int, length: int) -> torch.Tensor:
+    return torch.arange(length).repeat(rows, 1)
+
+
+def try_out(
+    reader: Reader,
+    device: torch.device,
+    drafter: nn.Module,
+    gradient: Callable[[Batch], object],
+    monitor: Monitor,
+) -> str:
+    """Once through the largest micro-batches with `gradient`, of which nothing is learnt.
+
+    Returns what came of it, for people. Raises InputError if one does not fit into memory.
+    """
+    tried = ""
+    for batch in worst_batches(reader):
+        try:
+            gradient(batch.to(device))
+            tried = described(batch)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            peak = monitor.memory()["peak"] / 1e9
+            raise InputError(
+                f"the largest micro-batch, {described(batch)}, does not fit into the memory of {device} "
+                f"({peak:,.1f} GB at most so far); lower --token-budget or --max-anchors"
+            ) from None
+        finally:
+            for parameter in drafter.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+    return f"the largest micro-batch fits: {tried}, {monitor.memory()['peak'] / 1e9:,.1f} GB at most"
+
+
+def described(batch: Batch) -> str:
+    rows, length = batch.input_ids.shape
+    slots, size = batch.labels.shape
+    return f"{rows} × {length:,} positions with {slots:,} blocks of {size}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether torch says that memory ran out, on a GPU or, in its own words, on the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
