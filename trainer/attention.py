@@ -24,19 +24,25 @@ def allowed(blocks: Blocks, rows: int, context_length: int) -> Tensor:
     return blocks.visible(rows, context_length)(query, key)
 
 
+# How two_part_attention likes its arguments to lie in memory, outermost dimension first. In another order they
+# are copied.
+QUERIES = (2, 0, 3, 1, 4)  # of [N, B, G, R, d]
+KEYS = (2, 0, 1, 3)  # of [N, B, G, d]; values, too
+CONTEXT_KEYS = (2, 0, 3, 1, 4)  # of [rows, C, layers, G, d]; values may lie as they come
+
+
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, context_key: Tensor, context_value: Tensor, blocks: Blocks
 ) -> Tensor:
     """`two_part_attention` by the book: all scores, the whole mask, one softmax."""
-    slots, size, heads, width = query.shape
-    rows, length, groups, _ = context_key.shape
+    slots, size, groups, shared, width = query.shape
+    rows, length, _, _ = context_key.shape
     keys = torch.cat([context_key.reshape(-1, groups, width), key.reshape(-1, groups, width)])
     values = torch.cat([context_value.reshape(-1, groups, width), value.reshape(-1, groups, width)])
-    keys = keys.repeat_interleave(heads // groups, dim=1)
-    values = values.repeat_interleave(heads // groups, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.reshape(-1, heads, width), keys) * width**-0.5
+    queries = query.reshape(slots * size, groups, shared, width)
+    scores = torch.einsum("qgrd,kgd->grqk", queries, keys) * width**-0.5
     scores = scores.masked_fill(~allowed(blocks, rows, length), -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).reshape(slots, size, heads, width)
+    return torch.einsum("grqk,kgd->qgrd", scores.softmax(-1), values).reshape(query.shape)
 
 
 def two_part_attention(
@@ -44,23 +50,20 @@ def two_part_attention(
 ) -> Tensor:
     """Attention of every block to its document's context and to itself, in one softmax over both.
 
-    query [N, B, heads, d]; key and value of the blocks [N, B, kv heads, d]; of the context [rows, C, kv
-    heads, d] with C ≥ `blocks.context_length`. Returns [N, B, heads, d]. Scores are scaled by 1/√d. Query
-    heads that share a key head (grouped-query attention) become more rows of the same product.
+    query [N, B, G, R, d] for G key heads, each shared by R query heads; key and value of the blocks
+    [N, B, G, d]; of the context [rows, C, G, d] with C ≥ `blocks.context_length`. Returns [N, B, G, R, d].
+    Scores are scaled by 1/√d.
     """
-    slots, size, heads, width = query.shape
-    groups = key.shape[2]
-    shared = heads // groups
-    rows = (query * width**-0.5).view(slots, size, groups, shared, width).permute(2, 0, 3, 1, 4)
+    slots, size, groups, shared, width = query.shape
     mixed = _TwoPartAttention.apply(
-        rows.reshape(groups, slots, shared * size, width),
-        key.permute(2, 0, 1, 3).contiguous(),
-        value.permute(2, 0, 1, 3).contiguous(),
-        context_key.permute(0, 2, 1, 3).contiguous(),
-        context_value.permute(0, 2, 1, 3).contiguous(),
+        query.permute(QUERIES).reshape(groups, slots, shared * size, width),
+        key.permute(KEYS).contiguous(),
+        value.permute(KEYS).contiguous(),
+        context_key.transpose(1, 2),
+        context_value.transpose(1, 2),
         blocks,
     )
-    return mixed.view(groups, slots, shared, size, width).permute(1, 3, 0, 2, 4).reshape(query.shape)
+    return mixed.view(groups, slots, shared, size, width).permute(1, 3, 0, 2, 4)
 
 
 def _widths(blocks: Blocks, rows: int) -> list[int]:
@@ -69,8 +72,8 @@ def _widths(blocks: Blocks, rows: int) -> list[int]:
 
 
 class _TwoPartAttention(torch.autograd.Function):
-    """Shapes: query [G, N, R, d], key and value [G, N, B, d], context [rows, G, C, d]; G key heads,
-    R = B · (query heads per key head).
+    """Shapes: query [G, N, R·B, d], key and value [G, N, B, d], context [rows, G, C, d]. Query heads that share
+    a key head are more rows of the same product.
 
     For each tile and key head the scores of the context and of the own block lie side by side in one matrix,
     so that one softmax covers both. The probabilities are kept for the backward pass. (Joining two separate
@@ -89,8 +92,10 @@ class _TwoPartAttention(torch.autograd.Function):
         blocks: Blocks,
     ) -> Tensor:
         groups, _, rows, width = query.shape
-        size = blocks.block_size
-        own = torch.matmul(query, key.transpose(-1, -2))  # [G, N, R, B]: scores, then probabilities
+        size, scale = blocks.block_size, width**-0.5
+        own = torch.matmul(query, key.transpose(-1, -2)).mul_(
+            scale
+        )  # scores, then probabilities: [G, N, R·B, B]
         out = torch.empty_like(query)
         sizes = _widths(blocks, rows)
         probabilities = query.new_empty(groups, sum(sizes)).split(sizes, dim=1)
@@ -101,8 +106,8 @@ class _TwoPartAttention(torch.autograd.Function):
                 p = flat[group].view((last - first) * rows, length + size)
                 p[:, length:] = own[group, first:last].reshape(-1, size)
                 if length:
-                    keys = context_key[row, group, start:end]
-                    torch.mm(query[group, first:last].reshape(-1, width), keys.T, out=p[:, :length])
+                    queries = query[group, first:last].view(-1, width)
+                    _scaled_product(queries, context_key[row, group, start:end].T, scale, p[:, :length])
                 for margin in margins:
                     slots = p.view(last - first, -1, margin.hidden.shape[1], length + size)
                     seen = slots[..., margin.begin - start : margin.end - start]
@@ -121,13 +126,13 @@ class _TwoPartAttention(torch.autograd.Function):
         query, key, value, context_key, context_value, own, *probabilities = ctx.saved_tensors
         blocks: Blocks = ctx.blocks
         groups, _, rows, width = query.shape
-        size = blocks.block_size
+        size, scale = blocks.block_size, width**-0.5
         d_out = gradients[0].contiguous()
         d_own = torch.matmul(d_out, value.transpose(-1, -2))  # gradients of probabilities, then of scores
         d_value = torch.matmul(own.transpose(-1, -2), d_out)
         d_query = torch.empty_like(query)
-        d_context_key = torch.zeros_like(context_key)
-        d_context_value = torch.zeros_like(context_value)
+        d_context_key = torch.zeros(context_key.shape, dtype=key.dtype, device=key.device)
+        d_context_value = torch.zeros_like(d_context_key)
         workspace = query.new_empty(max(_widths(blocks, rows), default=0))
         for tile, flat in zip(blocks.tiles, probabilities, strict=True):
             row, first, last, start, end, _ = tile
@@ -136,18 +141,22 @@ class _TwoPartAttention(torch.autograd.Function):
                 p = flat[group].view((last - first) * rows, length + size)
                 d_p = workspace[: p.numel()].view_as(p)
                 d_rows = d_out[group, first:last].view(-1, width)
-                keys = context_key[row, group, start:end]
-                values = context_value[row, group, start:end]
                 if length:
-                    torch.mm(d_rows, values.T, out=d_p[:, :length])
+                    torch.mm(d_rows, context_value[row, group, start:end].T, out=d_p[:, :length])
                     d_context_value[row, group, start:end].addmm_(p[:, :length].T, d_rows)
                 d_p[:, length:] = d_own[group, first:last].reshape(-1, size)
                 torch._softmax_backward_data(d_p, p, -1, p.dtype, grad_input=d_p)
                 d_own[group, first:last] = d_p[:, length:].view(last - first, rows, size)
-                torch.mm(d_p[:, :length], keys, out=d_query[group, first:last].view(-1, width))
+                keys = context_key[row, group, start:end]
+                _scaled_product(d_p[:, :length], keys, scale, d_query[group, first:last].view(-1, width))
                 if length:
-                    queries = query[group, first:last].reshape(-1, width)
-                    d_context_key[row, group, start:end].addmm_(d_p[:, :length].T, queries)
+                    queries = query[group, first:last].view(-1, width)
+                    d_context_key[row, group, start:end].addmm_(d_p[:, :length].T, queries, alpha=scale)
+        d_own *= scale
         d_query += torch.matmul(d_own, key)
         d_key = torch.matmul(d_own.transpose(-1, -2), query)
         return d_query, d_key, d_value, d_context_key, d_context_value, None
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
+    torch.addmm(out, left, right, beta=0, alpha=scale, out=out)  # with beta 0 what `out` held is not read

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.attention import two_part_attention
+from trainer.attention import CONTEXT_KEYS, KEYS, QUERIES, two_part_attention
 from trainer.blocks import Blocks, sees_context
 from trainer.drafter_config import DrafterConfig
+from trainer.elementwise import Rotation, add_norm, gated, norm_rotate
 from trainer.errors import InputError
 
 Attend = Callable[..., Tensor]  # as two_part_attention
@@ -32,11 +33,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
-Rotation = tuple[Tensor, Tensor]  # cosine and sine, [..., 1, d/2]: one angle for all heads of a position
+    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + update, and that normed."""
+        return add_norm(x, update, self.weight, self.eps)
 
 
 def rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> Rotation:
@@ -47,18 +46,14 @@ def rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) ->
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """x [..., heads, d]; halves are paired (as in Llama and Qwen), not neighbours."""
-    cos, sin = by
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
-
-
 class Attention(nn.Module):
+    """Projections around an attention that the caller supplies. G key heads, R query heads for each."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.width = config.head_dim
-        inner, shared = config.num_attention_heads * self.width, config.num_key_value_heads * self.width
+        self.groups = config.num_key_value_heads
+        inner, shared = config.num_attention_heads * self.width, self.groups * self.width
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, shared, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, shared, bias=False)
@@ -66,14 +61,22 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.width, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.width, config.rms_norm_eps)
 
-    def queries(self, x: Tensor, by: Rotation) -> Tensor:
-        """[..., H] -> [..., heads, d]"""
-        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.width))), by)
-
-    def keys_values(self, x: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
-        """[..., H] -> twice [..., kv heads, d]; the same projections serve the context and the block."""
-        keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.width))), by)
-        return keys, self.v_proj(x).unflatten(-1, (-1, self.width))
+    def project(self, x: Tensor, by: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., H] -> queries [..., G, R, d], keys and values [..., G, d]; one product for the three."""
+        weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
+        parts = F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
+        heads = [part.unflatten(-1, (self.groups, -1, self.width)) for part in parts]
+        queries, keys, values = heads[0], heads[1].squeeze(-2), heads[2].squeeze(-2)
+        cos, sin = by
+        queries = norm_rotate(
+            queries,
+            self.q_norm.weight,
+            (cos.unsqueeze(-2), sin.unsqueeze(-2)),
+            self.q_norm.eps,
+            QUERIES if queries.dim() == len(QUERIES) else None,
+        )
+        order = KEYS if keys.dim() == len(KEYS) else None
+        return queries, norm_rotate(keys, self.k_norm.weight, by, self.k_norm.eps, order), values
 
 
 class MLP(nn.Module):
@@ -84,7 +87,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight]))))
 
 
 class Layer(nn.Module):
@@ -95,12 +98,22 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, by: Rotation, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """x [..., B, H]; `attend` mixes queries, keys and values of the block with the context."""
-        h = self.input_layernorm(x)
-        mixed = attend(self.self_attn.queries(h, by), *self.self_attn.keys_values(h, by))
-        x = x + self.self_attn.o_proj(mixed.flatten(-2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self,
+        x: Tensor,
+        update: Tensor | None,
+        by: Rotation,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """The stream x [..., B, H] and what is still to be added to it, before and after this layer.
+
+        `attend` mixes queries, keys and values of the block with the context. Each addition waits for the
+        norm that follows it, so that both are one pass.
+        """
+        x, h = self.input_layernorm(x, update)
+        mixed = attend(*self.self_attn.project(h, by))
+        x, h = self.post_attention_layernorm(x, self.self_attn.o_proj(mixed.flatten(-3)))
+        return x, self.mlp(h)
 
 
 class ContextCache:
@@ -158,12 +171,28 @@ class Drafter(nn.Module):
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Target hidden states [..., K·H], layers side by side in the order of their ids -> [..., H]."""
-        return self.hidden_norm(self.fc(taps))
+        return self.hidden_norm(self.fc(taps))[1]
 
     def context_keys_values(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Fused context [..., H] at `positions` [...] -> for each layer keys, values [..., kv heads, d]."""
-        by = self._rotation(positions, context)
-        return [layer.self_attn.keys_values(context, by) for layer in self._layers()]
+        """Fused context [..., C, H] at `positions` [C] -> for each layer keys, values [..., C, G, d].
+
+        One product for all layers, since the context is the same for all.
+        """
+        attentions = [layer.self_attn for layer in self._layers()]
+        weights = torch.cat([w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)])
+        shape = (len(attentions), 2, self.config.num_key_value_heads, self.config.head_dim)
+        keys, values = F.linear(context, weights).unflatten(-1, shape).unbind(-3)  # [..., C, layers, G, d]
+        norms = torch.stack([a.k_norm.weight for a in attentions])[:, None]
+        cos, sin = self._rotation(positions, context)
+        by = (cos.unsqueeze(-2), sin.unsqueeze(-2))
+        keys = norm_rotate(
+            keys,
+            norms,
+            by,
+            self.config.rms_norm_eps,
+            CONTEXT_KEYS if keys.dim() == len(CONTEXT_KEYS) else None,
+        )
+        return list(zip(keys.unbind(-3), values.unbind(-3), strict=True))
 
     def forward(
         self, block_embeddings: Tensor, blocks: Blocks, context: Tensor, attend: Attend = two_part_attention
@@ -178,11 +207,11 @@ class Drafter(nn.Module):
         context = context[:, : blocks.context_length]
         by = self._rotation(blocks.positions, block_embeddings)
         every = self.context_keys_values(context, torch.arange(context.shape[1], device=context.device))
-        x = block_embeddings
+        x, update = block_embeddings, None
         for layer, (keys, values) in zip(self._layers(), every, strict=True):
             mix = partial(attend, context_key=keys, context_value=values, blocks=blocks)
-            x = layer(x, by, mix)
-        return self.norm(x)
+            x, update = layer(x, update, by, mix)
+        return self.norm(x, update)[1]
 
     def new_cache(self) -> ContextCache:
         return ContextCache(self.config.num_hidden_layers)
@@ -202,15 +231,15 @@ class Drafter(nn.Module):
         assert cache.length == start, f"the context ends at {cache.length}, the block starts at {start}"
         positions = torch.arange(start, start + block_embeddings.shape[0], device=block_embeddings.device)
         by = self._rotation(positions, block_embeddings)
-        x = block_embeddings
+        x, update = block_embeddings, None
         seen = None
         if (window := self.config.sliding_window) is not None:
             slot = torch.arange(x.shape[0], device=x.device)[:, None]
             context = sees_context(torch.arange(start, device=x.device), 0, start, slot, window)
             seen = F.pad(context, (0, x.shape[0]), value=True)
         for i, layer in enumerate(self._layers()):
-            x = layer(x, by, partial(_attend_to_cache, cache=cache, layer=i, seen=seen))
-        return self.norm(x)
+            x, update = layer(x, update, by, partial(_attend_to_cache, cache=cache, layer=i, seen=seen))
+        return self.norm(x, update)[1]
 
     @torch.no_grad()
     def init_from_target(self, model: nn.Module) -> None:
@@ -248,12 +277,13 @@ class Drafter(nn.Module):
 def _attend_to_cache(
     query: Tensor, key: Tensor, value: Tensor, cache: ContextCache, layer: int, seen: Tensor | None
 ) -> Tensor:
-    """One block against the cache and itself, [B, heads, d]; `seen` [B, keys] bool leaves out what a window
+    """One block against the cache and itself, [B, G, R, d]; `seen` [B, keys] bool leaves out what a window
     hides.
     """
     keys, values = cache.with_block(layer, key, value)
-    q, k, v = (t.transpose(0, 1)[None] for t in (query, keys, values))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
+    q, k, v = (t.transpose(0, 1)[None] for t in (query.flatten(1, 2), keys, values))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0]
+    return mixed.transpose(0, 1).view(query.shape)
 
 
 def decoder_of(model: Any) -> Any:

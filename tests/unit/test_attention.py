@@ -31,9 +31,11 @@ def unpacked(pairs: list[tuple[int, int]], slots: int = 0, window: int | None = 
     return Case([(row, 0, anchor) for row, anchor in pairs], slots, window).blocks
 
 
-def tensors(count: int, rows: int = 2, heads: int = 4, groups: int = 2, width: int = 8) -> list[torch.Tensor]:
+def tensors(
+    count: int, rows: int = 2, shared: int = 2, groups: int = 2, width: int = 8
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    shapes = [(count, BLOCK, heads, width)] + [(count, BLOCK, groups, width)] * 2
+    shapes = [(count, BLOCK, groups, shared, width)] + [(count, BLOCK, groups, width)] * 2
     shapes += [(rows, LENGTH, groups, width)] * 2
     return [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
 
@@ -134,7 +136,7 @@ def test_two_part_attention_equals_dense_attention_in_value_and_gradient(
 
 def test_the_gradient_of_two_part_attention_is_that_of_finite_differences() -> None:
     b = Case([(0, 0, 2), (0, 3, 5), (1, 0, 4)], slots=4, window=3).blocks
-    inputs = tensors(len(b), heads=2, groups=1, width=4)
+    inputs = tensors(len(b), shared=2, groups=1, width=4)
     assert torch.autograd.gradcheck(lambda *t: two_part_attention(*t, b), inputs)
 
 

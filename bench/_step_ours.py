@@ -1,0 +1,79 @@
+"""Drafthouse's side of bench/step.py: what a step of `python -m trainer` does once the features are there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from _step_worker import CLIP, EPSILON, HEAD_DIM, RATE, THETA, WEIGHT_DECAY, Problem, Side
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from trainer.blocks import Blocks
+from trainer.data import CONTEXT_BUCKET
+from trainer.drafter import Drafter
+from trainer.drafter_config import DrafterConfig
+from trainer.loss import Objective, accepted_tokens
+from trainer.optim import Optimizer
+
+
+class Drafthouse(Side):
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        s = problem.shape
+        config = DrafterConfig(
+            hidden_size=s.hidden,
+            intermediate_size=s.inner,
+            num_hidden_layers=s.layers,
+            num_attention_heads=s.heads,
+            num_key_value_heads=s.key_heads,
+            head_dim=HEAD_DIM,
+            rms_norm_eps=EPSILON,
+            rope_theta=THETA,
+            vocab_size=s.vocabulary,
+            block_size=s.block,
+            mask_token_id=problem.mask_token,
+            target_layer_ids=tuple(range(s.layers)),
+            num_target_layers=s.layers + 2,
+        )
+        self.drafter = Drafter(config)
+        problem.initialise(self.drafter, [name for name, _ in self.drafter.named_parameters()])
+        self.optimizer = Optimizer(self.drafter, WEIGHT_DECAY)
+        self.visit = Objective(problem.lm_head)
+        self.ids = F.pad(problem.ids, (0, s.block))
+        self.supervised = F.pad(problem.supervised, (0, s.block))
+        slot = torch.arange(s.block)
+        self.decay = torch.exp(-(slot - 1) / s.gamma) * (slot > 0)
+
+    def batch(self, anchors: list[int]) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor]:
+        """Blocks, their input ids, and the rows that count with label and weight: as trainer.data has them."""
+        blocks = Blocks.build(
+            [0] * len(anchors), anchors, self.problem.shape.block, bucket=CONTEXT_BUCKET
+        )
+        labels = self.ids[blocks.positions]
+        weights = (self.decay * self.supervised[blocks.positions]).flatten()
+        block_ids = torch.full_like(labels, self.problem.mask_token)
+        block_ids[:, 0] = labels[:, 0]
+        rows = weights.nonzero()[:, 0]
+        return blocks, block_ids, rows, labels.flatten()[rows], weights[rows]
+
+    def step(self, anchors: list[int]) -> tuple[float, float]:
+        blocks, block_ids, rows, labels, weights = self.batch(anchors)
+        taps = self.problem.taps[None, : blocks.context_length]
+        embeddings = F.embedding(block_ids, self.problem.embedding)
+        hidden = self.drafter(embeddings, blocks, self.drafter.fuse(taps))
+        visit = self.visit(hidden.flatten(0, 1)[rows], labels, weights)
+        visit.loss.backward()
+        accepted_tokens(visit.correct, rows, *block_ids.shape)
+        weight = float(weights.sum())
+        norm = self.optimizer.step(RATE, weight, CLIP)
+        return float(visit.loss) / weight, float(norm or 0)
+
+    def objective(self, hidden: Tensor, anchors: list[int]) -> None:
+        _, block_ids, rows, labels, weights = self.batch(anchors)
+        visit = self.visit(hidden[rows], labels, weights)
+        visit.loss.backward()
+        accepted_tokens(visit.correct, rows, *block_ids.shape)
