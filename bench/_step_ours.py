@@ -50,9 +50,7 @@ class Drafthouse(Side):
 
     def batch(self, anchors: list[int]) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor]:
         """Blocks, their input ids, and the rows that count with label and weight: as trainer.data has them."""
-        blocks = Blocks.build(
-            [0] * len(anchors), anchors, self.problem.shape.block, bucket=CONTEXT_BUCKET
-        )
+        blocks = Blocks.build([0] * len(anchors), anchors, self.problem.shape.block, bucket=CONTEXT_BUCKET)
         labels = self.ids[blocks.positions]
         weights = (self.decay * self.supervised[blocks.positions]).flatten()
         block_ids = torch.full_like(labels, self.problem.mask_token)

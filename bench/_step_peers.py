@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import torch
 from _step_worker import (
-    BETAS, CLIP, EPSILON, HEAD_DIM, RATE, THETA, WEIGHT_DECAY, Problem, Shape, Side,
+    BETAS,
+    CLIP,
+    EPSILON,
+    HEAD_DIM,
+    RATE,
+    THETA,
+    WEIGHT_DECAY,
+    Problem,
+    Shape,
+    Side,
 )
 from torch import Tensor, nn
 from transformers import Qwen3Config
@@ -177,7 +186,12 @@ class Speculators(Peer):
     def loss(self) -> Tensor:
         documents = torch.zeros(1, self.problem.shape.length, dtype=torch.long)
         return self.train(
-            self.inputs[1], self.inputs[0], self.inputs[2], self.problem.last[None], documents, **self.settings
+            self.inputs[1],
+            self.inputs[0],
+            self.inputs[2],
+            self.problem.last[None],
+            documents,
+            **self.settings,
         )[1]
 
     def objective(self, hidden: Tensor, anchors: list[int]) -> None:

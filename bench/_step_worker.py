@@ -69,7 +69,9 @@ class Problem:
         self.ids = torch.randint(0, s.vocabulary - 2, (s.length,), generator=draw)
         self.taps = torch.randn(s.length, s.layers * s.hidden, generator=draw)
         last = torch.randn(s.length, s.hidden, generator=draw)
-        self.last = last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + EPSILON)  # as after its final norm
+        self.last = last * torch.rsqrt(
+            last.pow(2).mean(-1, keepdim=True) + EPSILON
+        )  # as after its final norm
         self.embedding = 0.02 * torch.randn(s.vocabulary, s.hidden, generator=draw)
         self.lm_head = 0.02 * torch.randn(s.vocabulary, s.hidden, generator=draw)
         self.mask_token = s.vocabulary - 1
@@ -126,7 +128,10 @@ def main() -> int:
     if shape.threads:
         torch.set_num_threads(shape.threads)
     trained = side(sys.argv[1], Problem(shape))
-    print(json.dumps({"ready": True, "parameters": sum(p.numel() for p in trained.drafter.parameters())}), flush=True)
+    print(
+        json.dumps({"ready": True, "parameters": sum(p.numel() for p in trained.drafter.parameters())}),
+        flush=True,
+    )
     for line in sys.stdin:
         asked = json.loads(line)
         if "objective" in asked:

@@ -1,12 +1,13 @@
-"""Attention under the DFlash block mask (trainer/blocks.py has the rule), executed in two ways.
+"""Attention under the DFlash block mask (trainer/blocks.py has the rule), executed by hand.
 
 `dense_attention` builds the whole mask (short, slow, the reference in tests). `two_part_attention` computes
 only the scores that can be seen: N·B·(S + B) instead of N·B·(S + N·B) for N blocks of B slots and a context
-of S.
+of S. (trainer/flex.py is the third execution, for GPUs.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ def allowed(blocks: Blocks, rows: int, context_length: int) -> Tensor:
     return blocks.visible(rows, context_length)(query, key)
 
 
-# How two_part_attention likes its arguments to lie in memory, outermost dimension first. In another order they
-# are copied.
+Attend = Callable[..., Tensor]  # called as two_part_attention
+
+# How two_part_attention likes its arguments to lie in memory, outermost dimension first. In another order it
+# copies them.
 QUERIES = (2, 0, 3, 1, 4)  # of [N, B, G, R, d]
 KEYS = (2, 0, 1, 3)  # of [N, B, G, d]; values, too
 CONTEXT_KEYS = (2, 0, 3, 1, 4)  # of [rows, C, layers, G, d]; values may lie as they come
@@ -72,8 +75,8 @@ def _widths(blocks: Blocks, rows: int) -> list[int]:
 
 
 class _TwoPartAttention(torch.autograd.Function):
-    """Shapes: query [G, N, R·B, d], key and value [G, N, B, d], context [rows, G, C, d]. Query heads that share
-    a key head are more rows of the same product.
+    """Shapes: query [G, N, R·B, d], key and value [G, N, B, d], context [rows, G, C, d]. Query heads that
+    share a key head are more rows of the same product.
 
     For each tile and key head the scores of the context and of the own block lie side by side in one matrix,
     so that one softmax covers both. The probabilities are kept for the backward pass. (Joining two separate

@@ -152,6 +152,17 @@ class Blocks:
 
         return rule
 
+    def context_intervals(self, context_length: int) -> tuple[Tensor, Tensor]:
+        """For each of the N·B slots the first key of the context that it sees, and the one behind the last,
+        in the numbering of `visible`.
+        """
+        positions = self.positions
+        lowest, highest = (t[:, None].expand_as(positions) for t in (self.starts, self.anchors))
+        if self.window is not None:
+            lowest = torch.maximum(lowest, positions + 1 - self.window).minimum(highest)
+        row = self.rows[:, None] * context_length
+        return (row + lowest).flatten(), (row + highest).flatten()
+
     @cached_property
     def margins(self) -> list[list[Margin]]:
         """For each tile what must be hidden from its blocks between `start` and `end`."""

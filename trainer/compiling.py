@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.attention import two_part_attention
+from trainer.attention import Attend, two_part_attention
 from trainer.blocks import Blocks
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
@@ -64,14 +64,15 @@ def cache_directory(cache: Path, of: dict[str, Any], *, fresh: bool = False) -> 
     return place
 
 
-def drafting(drafter: Drafter, *, compiled: bool) -> Callable[[Tensor, Blocks, Tensor], Tensor]:
+def drafting(drafter: Drafter, attend: Attend, *, compiled: bool) -> Callable[[Tensor, Blocks, Tensor], Tensor]:
     """What turns (embeddings [N, B, H], blocks, taps [b, C, K·H]) into hidden states [N, B, H].
 
     Compiled, at its first call, sizes that change become variables after their first change, so that the few
     shapes of training do not each compile anew. Attention by tiles stays as it is: its sizes are others in
     every micro-batch.
     """
-    attend = torch.compiler.disable(two_part_attention) if compiled else two_part_attention
+    if compiled:  # flex_attention has its kernel compiled by itself, and keeps its mask from layer to layer
+        attend = torch.compiler.disable(attend, recursive=attend is two_part_attention)
 
     def draft(embeddings: Tensor, blocks: Blocks, taps: Tensor) -> Tensor:
         return drafter(embeddings, blocks, drafter.fuse(taps), attend)

@@ -18,13 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.attention import CONTEXT_KEYS, KEYS, QUERIES, two_part_attention
+from trainer.attention import CONTEXT_KEYS, KEYS, QUERIES, Attend, two_part_attention
 from trainer.blocks import Blocks, sees_context
 from trainer.drafter_config import DrafterConfig
 from trainer.elementwise import Rotation, add_norm, gated, norm_rotate
 from trainer.errors import InputError
-
-Attend = Callable[..., Tensor]  # as two_part_attention
 
 
 class RMSNorm(nn.Module):

@@ -1,9 +1,9 @@
 """What a layer does between its matrix products, with gradients in closed form.
 
-Autograd keeps, and walks back through, every intermediate of `x · rsqrt(mean x² + ε) · w` and its like; on a
-CPU, where nothing fuses them, that is a third of a small drafter's step. Each function here is one node: it
-keeps what its gradient needs and computes that in a few passes. On other devices, where a compiler or a kernel
-fuses the plain formula, the plain formula it is. Everything works in float64, too, for the tests of gradients.
+Autograd keeps, and walks back through, every intermediate of `x · rsqrt(mean x² + ε) · w` and its like; on
+a CPU nothing fuses them. Each function here is one node: it keeps what its gradient needs and computes that
+in a few passes. On other devices, where a compiler or a kernel fuses the plain formula, the plain formula it
+is. Everything works in float64, too, for the tests of gradients.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer import checkpoint, compiling, evaluation, gpu, resuming, roles, worst
+from trainer.attention import Attend, two_part_attention
 from trainer.config import Settings
 from trainer.data import Batch, Portions, Reader
 from trainer.drafter import Drafter
@@ -100,6 +101,13 @@ class Trainer:
         if settings.init_from_target:
             self.drafter.init_from_target(self.target.model)
         self.drafter.to(self.device)
+        self.attend: Attend = two_part_attention
+        if self.device.type == "cuda":
+            from trainer import flex  # takes a second to import, which a CPU need not wait for
+
+            heads = self.config.num_key_value_heads
+            shared = self.config.num_attention_heads // heads
+            self.attend = flex.choose(self.device, heads, shared, self.config.head_dim, say)
         self.optimizer = Optimizer(self.drafter, settings.weight_decay, settings.optimizer)
         self.objective = Objective(self.target.lm_head)
         self.reader = Reader(
@@ -123,7 +131,7 @@ class Trainer:
         self.feature_check = FeatureCheck()
         self.lost = LostSteps(settings.max_nonfinite_steps, self.device)
         self.compiled = compiling.wanted(settings.compile, self.device)
-        self.draft = compiling.drafting(self.drafter, compiled=self.compiled)
+        self.draft = compiling.drafting(self.drafter, self.attend, compiled=self.compiled)
         self.compilations = compiling.Compilations()
         name = resuming.target_name(target_digest(target_dir), toy=settings.target_model == "toy")
         self.evaluations = Evaluations(

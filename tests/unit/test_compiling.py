@@ -12,6 +12,7 @@ import torch
 from test_export import CONFIG, drafter
 
 from trainer import compiling
+from trainer.attention import two_part_attention
 from trainer.blocks import Blocks
 
 
@@ -73,7 +74,7 @@ def test_compiled_drafting_is_the_same_and_what_was_compiled_is_counted(
     monkeypatch.setattr(compiling, "BACKEND", "eager")
     made = drafter(dataclasses.replace(CONFIG, num_hidden_layers=1))
     count = compiling.Compilations()
-    plain, compiled = (compiling.drafting(made, compiled=one) for one in (False, True))
+    plain, compiled = (compiling.drafting(made, two_part_attention, compiled=one) for one in (False, True))
     blocks = Blocks.build([0, 1], [3, 9], 4)
     embeddings, taps = torch.randn(2, 4, 32), torch.randn(2, 24, 64)
     torch.testing.assert_close(compiled(embeddings, blocks, taps), plain(embeddings, blocks, taps))
