@@ -49,7 +49,7 @@ class Drafthouse(Side):
         self.decay = torch.exp(-(slot - 1) / s.gamma) * (slot > 0)
 
     def batch(self, anchors: list[int]) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor]:
-        """Blocks, their input ids, and the rows that count with label and weight: as trainer.data has them."""
+        """Blocks, their input ids, the rows that count, labels and weights: as trainer.data has them."""
         blocks = Blocks.build([0] * len(anchors), anchors, self.problem.shape.block, bucket=CONTEXT_BUCKET)
         labels = self.ids[blocks.positions]
         weights = (self.decay * self.supervised[blocks.positions]).flatten()

@@ -64,7 +64,9 @@ def cache_directory(cache: Path, of: dict[str, Any], *, fresh: bool = False) -> 
     return place
 
 
-def drafting(drafter: Drafter, attend: Attend, *, compiled: bool) -> Callable[[Tensor, Blocks, Tensor], Tensor]:
+def drafting(
+    drafter: Drafter, attend: Attend, *, compiled: bool
+) -> Callable[[Tensor, Blocks, Tensor], Tensor]:
     """What turns (embeddings [N, B, H], blocks, taps [b, C, K·H]) into hidden states [N, B, H].
 
     Compiled, at its first call, sizes that change become variables after their first change, so that the few
