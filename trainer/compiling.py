@@ -25,7 +25,13 @@ from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
 
 BACKEND = "inductor"
-CODE = ("attention", "blocks", "drafter", "flex")  # modules of this package whose change makes other kernels
+CODE = (
+    "attention",
+    "blocks",
+    "drafter",
+    "elementwise",
+    "flex",
+)  # modules of this package whose change makes other kernels
 
 
 def wanted(choice: str, device: torch.device) -> bool:

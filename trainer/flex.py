@@ -41,7 +41,8 @@ def choose(
             *[(1, TILE, groups, width)] * 2,
         ]
         tried = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
-        flex(*tried, blocks=blocks).sum().backward()
+        attend: Attend = flex
+        attend(*tried, blocks=blocks).sum().backward()
     except Exception as error:  # whatever the compiler, the driver or the kernel found wrong
         why = " ".join(str(error).split())[:200]
         report(

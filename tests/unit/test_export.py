@@ -16,8 +16,9 @@ import tiny
 import torch
 
 from trainer import checkpoint, export, formats
-from trainer.drafter import Drafter, rotate, rotation
+from trainer.drafter import Drafter, rotation
 from trainer.drafter_config import DrafterConfig
+from trainer.elementwise import norm_rotate
 from trainer.errors import InputError
 from trainer.modeldir import target_digest
 from trainer.served import Served, neox
@@ -159,7 +160,9 @@ def test_the_rotary_style_is_neox() -> None:
     by = rotation(position, 4, 1e4, torch.float64)
     for vector, expected in ((x, first), (y, last)):
         wanted = torch.tensor(expected, dtype=torch.float64)
-        torch.testing.assert_close(rotate(vector.view(1, 1, 4), by).view(4), wanted, atol=1e-12, rtol=0)
+        same_size = torch.full((4,), 0.5, dtype=torch.float64)  # the root mean square of both is 1/2
+        found = norm_rotate(vector.view(1, 1, 4), same_size, by, 0.0)
+        torch.testing.assert_close(found.view(4), wanted, atol=1e-12, rtol=0)
         torch.testing.assert_close(
             neox(vector.view(1, 1, 4), position, 1e4).view(4), wanted, atol=1e-12, rtol=0
         )
