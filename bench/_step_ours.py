@@ -16,7 +16,8 @@ from trainer.blocks import Blocks
 from trainer.data import CONTEXT_BUCKET
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
-from trainer.loss import Objective, accepted_tokens
+from trainer.loss import Objective
+from trainer.metrics import Tally
 from trainer.optim import Optimizer
 
 
@@ -43,6 +44,7 @@ class Drafthouse(Side):
         problem.initialise(self.drafter, [name for name, _ in self.drafter.named_parameters()])
         self.optimizer = Optimizer(self.drafter, WEIGHT_DECAY)
         self.visit = Objective(problem.lm_head)
+        self.tally = Tally(s.block, torch.device("cpu"), 0)
         self.ids = F.pad(problem.ids, (0, s.block))
         self.supervised = F.pad(problem.supervised, (0, s.block))
         slot = torch.arange(s.block)
@@ -65,13 +67,13 @@ class Drafthouse(Side):
         hidden = self.drafter(embeddings, blocks, self.drafter.fuse(taps))
         visit = self.visit(hidden.flatten(0, 1)[rows], labels, weights)
         visit.loss.backward()
-        accepted_tokens(visit.correct, rows, *block_ids.shape)
+        self.tally.add(visit, rows, blocks)
         weight = float(weights.sum())
         norm = self.optimizer.step(RATE, weight, CLIP)
         return float(visit.loss) / weight, float(norm or 0)
 
     def objective(self, hidden: Tensor, anchors: list[int]) -> None:
-        _, block_ids, rows, labels, weights = self.batch(anchors)
+        blocks, _, rows, labels, weights = self.batch(anchors)
         visit = self.visit(hidden[rows], labels, weights)
         visit.loss.backward()
-        accepted_tokens(visit.correct, rows, *block_ids.shape)
+        self.tally.add(visit, rows, blocks)

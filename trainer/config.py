@@ -45,6 +45,16 @@ def integer(least: int, most: int = LARGEST) -> Kind:
     return Kind(read, f"a whole number {span}", (int,))
 
 
+def share() -> Kind:
+    def read(text: str) -> float:
+        value = float(text)
+        if not 0 <= value <= 1:
+            raise ValueError
+        return value
+
+    return Kind(read, "a number from 0 to 1", (int, float))
+
+
 def number(least: float, below: float | None = None, *, positive: bool = False) -> Kind:
     def read(text: str) -> float:
         value = float(text)
@@ -182,6 +192,27 @@ class Settings:
         "uniform", one_of("uniform", "gaussian"), "up to that strength, or of that deviation", learns=True
     )
 
+    loss_type: str = flag(
+        "decay", one_of("decay", "dpace"), "how slots weigh: by --gamma, or by D-PACE", learns=True
+    )
+    dpace_alpha: float | None = flag(
+        None, share(), "smoothing of D-PACE; 1: all equally sure (default: 0.5)", learns=True
+    )
+    use_soft_labels: bool = flag(False, SWITCH, "learn the target's distribution, too", learns=True)
+    kl_weight: float | None = flag(
+        None, share(), "of soft labels; the rest is cross-entropy (default: 0.15)", learns=True
+    )
+    kl_temperature: float | None = flag(
+        None, number(0, positive=True), "of soft labels (default: 2.0)", learns=True
+    )
+    cap_lambda: float = flag(0.0, number(0), "weight of the entropy where the drafter is right", learns=True)
+    loss_chunk_mb: int | None = flag(
+        None, integer(1), "room for logits, in MiB (default: 64 on a CPU, 1024 on a GPU)"
+    )
+    sample_blocks: int = flag(
+        32, integer(0), "blocks looked at now and then for tree-τ and the target's agreement; 0: none"
+    )
+
     save_interval: int = flag(500, integer(1), "steps between checkpoints")
     keep_checkpoints: int = flag(3, integer(1), "how many of a run are kept")
     keep_every: int | None = flag(None, integer(1), "those of every so many steps are kept beside them")
@@ -211,6 +242,9 @@ class Settings:
         """The settings that decide what is learnt, as JSON values; `gamma` resolved."""
         value = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["learns"]}
         value["gamma"] = self.decay
+        if self.use_soft_labels:
+            value["kl_weight"], value["kl_temperature"] = self.soft_labels
+        value["dpace_alpha"] = self.dpace
         if self.target_layer_ids is not None:
             value["target_layer_ids"] = list(self.target_layer_ids)
         return value
@@ -225,6 +259,19 @@ class Settings:
             if self.block_size <= next_size:
                 return gamma + (self.block_size - size) / (next_size - size) * (next_gamma - gamma)
         return known[-1][1]
+
+    @property
+    def soft_labels(self) -> tuple[float, float]:
+        """(weight, temperature) of the KL divergence; weight 0 without soft labels."""
+        weight = 0.15 if self.kl_weight is None else self.kl_weight
+        return weight if self.use_soft_labels else 0.0, self.kl_temperature or 2.0
+
+    @property
+    def dpace(self) -> float | None:
+        """α of D-PACE; None: the slots' weights decay."""
+        if self.loss_type != "dpace":
+            return None
+        return 0.5 if self.dpace_alpha is None else self.dpace_alpha
 
     @property
     def cache(self) -> Path:
@@ -362,4 +409,14 @@ def check(settings: Settings) -> None:
         raise InputError(f"{which} evaluates nothing by itself: say on how many prompts with --eval-prompts")
     if settings.target_layer_ids is not None and settings.num_taps is not None:
         raise InputError("--target-layer-ids and --num-taps exclude each other: give one of them")
+    for name in ("kl_weight", "kl_temperature"):
+        if getattr(settings, name) is not None and not settings.use_soft_labels:
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"{option} means nothing without --use-soft-labels: add that, or leave it out")
+    if settings.dpace_alpha is not None and settings.loss_type != "dpace":
+        raise InputError("--dpace-alpha means nothing without --loss-type dpace: add that, or leave it out")
+    if settings.gamma is not None and settings.loss_type == "dpace":
+        raise InputError(
+            "--gamma and --loss-type dpace exclude each other: D-PACE's weights take the place of the decay"
+        )
     roles.of(settings)

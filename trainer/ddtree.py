@@ -1,18 +1,15 @@
 """DDTree (arXiv 2604.12989): the target verifies a tree of guesses at once, not one chain of them.
 
 A pass of the drafter gives a distribution for every slot of a block. A prefix of guesses is as probable as
-the product of its tokens; the tree holds the `budget` most probable prefixes. They are found best first: a
-node that is taken puts up its next sibling and its first child, and no other can be more probable than those.
-The target reads all nodes in one pass in which a node sees the text before it and its own ancestors, and its
-choices lead from the root along one branch, as far as the tree goes. It needs no other training of the
-drafter.
+the product of its tokens; the tree holds the `budget` most probable prefixes (trainer/tree.py). The target
+reads all nodes in one pass in which a node sees the text before it and its own ancestors, and its choices
+lead from the root along one branch, as far as the tree goes. It needs no other training of the drafter.
 
 This is the reference: what it costs in time says nothing of a serving engine's kernels.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from torch import Tensor
 from trainer.cached import CachedTarget
 from trainer.speculative import BlockDrafter, Choice, Decoded, now, until
 from trainer.target import Target
+from trainer.tree import best_first
 
 
 @dataclass(frozen=True)
@@ -39,19 +37,13 @@ def best_tree(logits: Tensor, budget: int) -> Tree:
     best = logits.float().log_softmax(-1).topk(min(budget, logits.shape[-1]), dim=-1)
     scores, ids = best.values.tolist(), best.indices.tolist()
     tree = Tree([], [], [])
-    order = itertools.count()  # of what is equally probable, what was put up first
-    heap = [(-scores[0][0], next(order), -1, 0, 0)]  # -log p of the prefix, order, parent, slot, rank in it
-    while heap and len(tree.tokens) < budget:
-        cost, _, parent, slot, rank = heapq.heappop(heap)
-        number = len(tree.tokens)
-        tree.tokens.append(ids[slot][rank])
-        tree.parents.append(parent)
-        tree.depths.append(slot + 1)
-        if rank + 1 < len(ids[slot]):
-            sibling = cost + scores[slot][rank] - scores[slot][rank + 1]
-            heapq.heappush(heap, (sibling, next(order), parent, slot, rank + 1))
-        if slot + 1 < len(ids):
-            heapq.heappush(heap, (cost - scores[slot + 1][0], next(order), number, slot + 1, 0))
+    numbers: dict[tuple[int, ...], int] = {(): -1}  # of the prefixes that are in the tree
+    for node in itertools.islice(best_first(scores), budget):
+        *before, rank = node.path
+        numbers[node.path] = len(tree.tokens)
+        tree.tokens.append(ids[len(before)][rank])
+        tree.parents.append(numbers[tuple(before)])
+        tree.depths.append(len(node.path))
     return tree
 
 

@@ -1,4 +1,4 @@
-"""The target's features of a micro-batch: computed as it comes, or once and kept."""
+"""The target's hidden states of a micro-batch: computed as it comes, or once and kept."""
 
 from __future__ import annotations
 
@@ -11,35 +11,49 @@ from trainer.target import Target
 
 
 class Features:
-    """Tapped hidden states of a micro-batch's rows, [b, S, K·H].
+    """Tapped hidden states of a micro-batch's rows, [b, S, K·H], and the last ones, [b, S, H].
 
     With `keep` each document is computed once and kept in memory (4 bytes · tokens · K · H for float32).
     Documents are computed in fixed groups of like length, whichever of them is asked for first: rounding
     depends on the shape of a batch, and a run that resumes must get the same bits as one that was never
-    stopped.
+    stopped. The last hidden states are kept, as one layer more, only with `keep_last`.
     """
 
-    def __init__(self, target: Target, reader: Reader, *, keep: bool) -> None:
+    def __init__(self, target: Target, reader: Reader, *, keep: bool, keep_last: bool = False) -> None:
         self.target = target
         self.reader = reader
         self.keep = keep
-        self._kept: dict[int, Tensor] = {}
+        self.keep_last = keep_last
+        self._kept: dict[int, list[Tensor]] = {}
         self._groups: list[np.ndarray] = reader.groups() if keep else []
         self._group_of = {int(i): number for number, group in enumerate(self._groups) for i in group}
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """(taps, the last hidden states; None if they are not kept)"""
         if not self.keep or not batch.documents:  # none: a micro-batch that only has the size of one
-            return self.target.features(batch.input_ids, batch.positions)[0]
+            return self.target.features(batch.input_ids, batch.positions)
         for number in sorted({self._group_of[i] for i in batch.documents if i not in self._kept}):
             self._compute(self._groups[number])
-        taps = [self._kept[i] for i in batch.documents]
-        out = taps[0].new_zeros(*batch.input_ids.shape, taps[0].shape[1])
-        for (row, start), kept in zip(batch.places, taps, strict=True):
-            out[row, start : start + len(kept)] = kept
-        return out
+        kept = zip(*(self._kept[i] for i in batch.documents), strict=True)
+        taps, *last = (_placed(list(rows), batch) for rows in kept)
+        return taps, last[0] if last else None
+
+    def last(self, batch: Batch) -> Tensor:
+        """The last hidden states, computed if they are not kept."""
+        found = self(batch)[1] if self.keep_last else None
+        return self.target.features(batch.input_ids, batch.positions)[1] if found is None else found
 
     def _compute(self, group: np.ndarray) -> None:
         ids = self.reader.padded(group)
-        taps, _ = self.target.features(torch.from_numpy(ids).to(self.target.device))
-        for document, row in zip(group, taps, strict=True):
-            self._kept[int(document)] = row[: self.reader.length(int(document))].clone()
+        found = self.target.features(torch.from_numpy(ids).to(self.target.device))
+        for document, *rows in zip(group, *found[: 1 + self.keep_last], strict=True):
+            length = self.reader.length(int(document))
+            self._kept[int(document)] = [row[:length].clone() for row in rows]
+
+
+def _placed(documents: list[Tensor], batch: Batch) -> Tensor:
+    """States of documents [·, W] where these lie in the batch, zero elsewhere: [b, S, W]."""
+    out = documents[0].new_zeros(*batch.input_ids.shape, documents[0].shape[1])
+    for (row, start), states in zip(batch.places, documents, strict=True):
+        out[row, start : start + len(states)] = states
+    return out

@@ -34,9 +34,11 @@ def say(text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for every number that JSON cannot hold (NaN, infinity), also inside mappings."""
+    """`value` with None for every number that JSON cannot hold (NaN, infinity), also inside what it holds."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -84,12 +86,6 @@ class Interval:
     started: float = field(default_factory=time.perf_counter)
     steps: int = 0
     tokens: int = 0  # of documents, without padding
-    loss: float = 0.0  # Σ w·CE
-    weight: float = 0.0  # Σ w
-    accepted: int = 0  # Σ over blocks of right slots before the first wrong one
-    blocks: int = 0
-    slots: int = 0  # slots that had a label
-    correct: int = 0
     clock: Clock = field(default_factory=lambda: HostClock())
     timed: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: {name: [] for name in PARTS})
 
@@ -107,14 +103,14 @@ class Interval:
         """What each part took in all."""
         return {name: sum(self.clock.seconds(*pair) for pair in pairs) for name, pairs in self.timed.items()}
 
-    def summary(self, lr: float, memory: dict[str, int]) -> dict[str, Any]:
-        """The record of this interval: means over its steps."""
+    def summary(self, lr: float, memory: dict[str, int], figures: Mapping[str, Any]) -> dict[str, Any]:
+        """The record of this interval: means over its steps, and the `figures` of what was learnt in it, of
+        which loss, tau_hat and accuracy are always there.
+        """
         waited = self.seconds  # first, since it may wait for the device
         seconds = max(time.perf_counter() - self.started, 1e-9)
         return {
-            "loss": self.loss / self.weight if self.weight else None,
-            "tau_hat": 1 + self.accepted / self.blocks if self.blocks else None,
-            "accuracy": self.correct / self.slots if self.slots else None,
+            **figures,
             "tokens_per_second": self.tokens / seconds,
             "lr": lr,
             "phase_seconds": {name: value / max(self.steps, 1) for name, value in waited.items()},
@@ -135,6 +131,7 @@ def line(step: int, total: int, record: dict[str, Any]) -> str:
             f"{record['tokens_per_second']:,.0f} tok/s",
             f"loss {value('loss', '.3f')}",
             f"τ̂ {value('tau_hat', '.2f')}",
+            *(f"tree-τ {tau:.2f}" for tau in list(record.get("tree_tau", {}).values())[-1:]),
             f"lr {record['lr']:.1e}",
             f"{parts} ms",
             f"mem {_memory(record['memory'])}",

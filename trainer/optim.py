@@ -66,14 +66,14 @@ class Optimizer:
         flats = [*self._flat, *([self._muon.flat] if self._muon else [])]
         return [flat.grad for flat in flats if flat.grad is not None]
 
-    def step(self, rate: float, divisor: float, clip: float) -> float | None:
+    def step(self, rate: float, divisor: float | Tensor, clip: float) -> float | None:
         """Apply the summed gradients divided by `divisor`, their norm clipped to `clip` (0: not); then clear
         them.
 
         Returns the norm before clipping; None if it was not finite: then nothing was changed but the
         gradients, which are cleared.
         """
-        norm = float(torch.stack([g.norm() for g in self._gradients]).norm()) / divisor
+        norm = float(torch.stack([g.norm() for g in self._gradients]).norm() / divisor)
         finite = math.isfinite(norm)
         if finite:
             scale = min(1.0, clip / (norm + 1e-12)) if clip > 0 else 1.0

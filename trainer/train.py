@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer import checkpoint, compiling, evaluation, gpu, resuming, roles, worst
 from trainer.attention import Attend, two_part_attention
+from trainer.closed_form import Terms
 from trainer.config import Settings
 from trainer.data import Batch, Portions, Reader
 from trainer.drafter import Drafter
@@ -22,7 +23,8 @@ from trainer.evaluating import Evaluations
 from trainer.features import Features
 from trainer.finite import FeatureCheck, LostSteps, first_not_finite
 from trainer.foreign import open_completions
-from trainer.loss import Objective, Visit, accepted_tokens
+from trainer.loss import Objective, Visit, teacher_rows
+from trainer.metrics import TOP, Tally
 from trainer.modeldir import default_mask_token, stop_tokens, target_digest, tokenizer_digest
 from trainer.monitor import HostClock, Interval, Monitor, StopSignal, line, say
 from trainer.noise import Noise
@@ -109,7 +111,13 @@ class Trainer:
             shared = self.config.num_attention_heads // heads
             self.attend = flex.choose(self.device, heads, shared, self.config.head_dim, say)
         self.optimizer = Optimizer(self.drafter, settings.weight_decay, settings.optimizer)
-        self.objective = Objective(self.target.lm_head)
+        self.objective = Objective(
+            self.target.lm_head,
+            settings.loss_chunk_mb and settings.loss_chunk_mb << 20,
+            terms=Terms(*settings.soft_labels, settings.cap_lambda),
+            dpace=settings.dpace,
+        )
+        self.tally = Tally(settings.block_size, self.device, settings.sample_blocks)
         self.reader = Reader(
             self.completions,
             Portions(
@@ -126,7 +134,8 @@ class Trainer:
             ),
         )
         self.ahead = Prefetch(self.reader, self.device)
-        self.features = Features(self.target, self.reader, keep=settings.cache_features)
+        soft = self.objective.terms.soft
+        self.features = Features(self.target, self.reader, keep=settings.cache_features, keep_last=soft)
         self.noise = Noise(settings.noise_start, settings.noise_end, settings.noise_type, settings.seed)
         self.feature_check = FeatureCheck()
         self.lost = LostSteps(settings.max_nonfinite_steps, self.device)
@@ -241,7 +250,8 @@ class Trainer:
     def _step(self, interval: Interval) -> float:
         """One optimiser step; returns its learning rate."""
         started = time.perf_counter()
-        tokens, weight, labels = 0, 0.0, 0
+        tokens, labels = 0, 0
+        weight: Tensor | float = 0.0
         for _ in range(self.settings.grad_accum):
             with interval.part("data"):
                 batch = self.ahead.batch(self.state.micro_batch).to(self.device)
@@ -263,24 +273,30 @@ class Trainer:
         self.monitor.step_done(self.state.step, time.perf_counter() - started, tokens)
         return rate
 
-    def _micro_batch(self, batch: Batch, interval: Interval) -> float:
-        """Add the gradient of Σ w·CE of one micro-batch; returns Σ w."""
+    def _micro_batch(self, batch: Batch, interval: Interval) -> Tensor | float:
+        """Add the gradient of Σ w · (loss of a row) of one micro-batch, and count it; returns Σ w."""
         if not len(batch.rows):
             return 0.0
-        visit, weights = self._gradient(batch, interval)
-        weight = float(weights.sum())
-        interval.loss += float(visit.loss.detach())
-        interval.weight += weight
-        interval.accepted += accepted_tokens(visit.correct, batch.rows, *batch.labels.shape)
-        interval.blocks += batch.blocks.kept
-        interval.correct += int(visit.correct.sum())
-        interval.slots += len(batch.rows)
-        return weight
+        look = self.tally.due()
+        visit, last = self._gradient(batch, interval, TOP if look else 0)
+        with interval.part("objective"):
+            self.tally.add(visit, batch.rows, batch.blocks)
+        if look:
+            # With cached features a pass of the target costs what they save; one is enough to know the data.
+            if last is None and not self.tally.seen:
+                last = self.features.last(batch)
+            self.tally.look(visit, batch, last, self.objective.choices)
+        return visit.weight
 
-    def _gradient(self, batch: Batch, interval: Interval) -> tuple[Visit, Tensor]:
-        """Add the gradient of Σ w·CE of one micro-batch, and nothing else. Returns the visit, its weights."""
+    def _gradient(self, batch: Batch, interval: Interval, top: int = 0) -> tuple[Visit, Tensor | None]:
+        """Add the gradient of Σ w · (loss of a row) of one micro-batch, and nothing else.
+
+        Returns the visit, which has the `top` most probable tokens if asked for, and the target's last hidden
+        states if they are there.
+        """
         with interval.part("target"):
-            taps = self.features(batch)[:, : batch.blocks.context_length]
+            taps, last = self.features(batch)
+            taps = taps[:, : batch.blocks.context_length]
             self.feature_check.note(taps, batch.spans)
             if self.noise:
                 epoch = self.state.micro_batch // self.reader.batches_per_epoch
@@ -292,10 +308,16 @@ class Trainer:
             rows = hidden.flatten(0, 1)[batch.rows]
         labels, weights = batch.labels.flatten()[batch.rows], batch.weights.flatten()[batch.rows]
         with interval.part("objective"):
-            visit = self.objective(rows, labels, weights)
+            teacher = None
+            if self.objective.terms.soft and last is not None:
+                teacher = teacher_rows(last, batch.blocks, batch.rows)
+            shape = (len(batch.blocks), self.settings.block_size)
+            visit = self.objective(
+                rows, labels, weights, teacher=teacher, rows=batch.rows, shape=shape, top=top
+            )
         with interval.part("backward"):
             visit.loss.backward()
-        return visit, weights
+        return visit, last
 
     def _look(self) -> None:
         """Say what of the steps since the last look came to nothing. Raises Diverged if it is too much."""
@@ -312,12 +334,17 @@ class Trainer:
 
     def _log(self, interval: Interval, rate: float) -> None:
         self._look()
-        record = {**interval.summary(rate, self.monitor.memory()), "nonfinite_steps": self.lost.total}
+        record = {
+            **interval.summary(rate, self.monitor.memory(), self.tally.read()),
+            "nonfinite_steps": self.lost.total,
+        }
         if pieces := self.compilations.new():
             say(f"compiled {pieces} more pieces of code since the line before")
         say(line(self.state.step, self.total, record))
         self.monitor.record(record)
         self.records.write(self.state.step, {"kind": "training", **record, "epoch": self.state.epoch})
+        if warning := self.tally.warning():
+            say(f"warning: {warning}")
 
     # -- stop, save, resume ---------------------------------------------------------------------------
 

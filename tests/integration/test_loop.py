@@ -208,10 +208,12 @@ def test_no_micro_batch_makes_the_host_wait_for_a_gpu(made: Callable[..., Traine
     trainer = made(noise_start=0.1)
     batch = trainer.reader.batch(0)
     # Without the target's own pass: transformers looks at the positions of its input, once.
-    taps = trainer.features(batch)
-    trainer.features = lambda batch: taps  # type: ignore[assignment]
+    found = trainer.features(batch)
+    trainer.features = lambda batch: found  # type: ignore[assignment]
+    assert trainer.tally.due()
     with Waits() as waits:
-        trainer._gradient(batch, Interval())
+        trainer._micro_batch(batch, Interval())  # with all that is looked at now and then
+        trainer._micro_batch(batch, Interval())
         trainer.lost.note(torch.ones(()))
     assert waits.seen == []
     with Waits() as waits:  # that it would be noticed

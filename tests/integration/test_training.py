@@ -72,7 +72,7 @@ def wait_for(condition: Callable[[], object], process: Any, seconds: float = 120
 
 
 LINE = re.compile(
-    r"^step (\d+)/10 · [\d,]+ tok/s · loss \d\.\d{3} · τ̂ \d\.\d\d · lr \d\.\de-\d\d · "
+    r"^step (\d+)/10 · [\d,]+ tok/s · loss \d\.\d{3} · τ̂ \d\.\d\d · (?:tree-τ \d\.\d\d · )?lr \d\.\de-\d\d · "
     r"data \d+ target \d+ forward \d+ objective \d+ backward \d+ optimizer \d+ ms · "
     r"mem [\d,]+ MB \(min [\d,]+, peak [\d,]+\)$",
     re.MULTILINE,
@@ -97,6 +97,11 @@ def test_a_run_leaves_its_log_heartbeat_metrics_events_and_checkpoints(
     assert [r["step"] for r in records if "loss" in r] == steps
     assert [r["step"] for r in records if r["kind"] == "evaluation"] == [0, 10]
     assert all(r["tau/training_prompts"] >= 1 for r in records if r["kind"] == "evaluation")
+    trained = [r for r in records if r["kind"] == "training"]
+    assert all(len(r["slots"]["accuracy"]) == len(r["slots"]["acceptance"]) == 3 for r in trained)
+    assert [r["step"] for r in trained if "tree_tau" in r] == [1]  # one look in so few micro-batches
+    assert set(trained[0]) >= {"recall", "agreement", "tau_hat_target"}
+    assert output(run_dir).count("of the labels") == 0  # too few were seen to say anything
     heartbeat = run_dir.heartbeats()[0]
     assert (heartbeat.phase, heartbeat.step, heartbeat.total) == ("finishing", 10, 10)
     assert heartbeat.metrics["tau/training_prompts_T0.7"] >= 1
@@ -135,6 +140,22 @@ def test_training_on_one_text_learns_it(tmp_path: Path) -> None:
     assert losses[-1] < 0.5 * losses[0]
     assert taus[0] < 1.3
     assert taus[-1] > 3
+
+
+def test_every_extra_of_the_loss_trains_and_is_recorded(
+    model: tuple[Path, Path], run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extras = {"use_soft_labels": True, "kl_weight": 0.5, "cap_lambda": 0.1, "loss_type": "dpace"}
+    flags = tiny.flags(*model, tmp_path / "out", grad_accum=2, cache_features=True, **extras)
+    assert program.main([*flags, "--run-dir", str(run_dir.path)]) == 0
+    records = [json.loads(text) for text in run_dir.metrics.read_text().splitlines()]
+    for record in records:
+        parts = record["loss_parts"]
+        total = 0.5 * parts["ce"] + 0.5 * parts["kl"] + 0.1 * parts["cap"]
+        assert record["loss"] == pytest.approx(total, rel=1e-5)
+    assert records[0]["loss_parts"]["kl"] > 0
+    assert records[0]["agreement"] is not None
+    assert "warning" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

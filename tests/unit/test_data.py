@@ -279,14 +279,21 @@ def test_the_kept_features_do_not_depend_on_what_is_asked_for_first(
     results = []
     for order in (list(numbers), list(reversed(numbers))):
         computed.append([])
-        features = Features(target, reader, keep=True)
+        features = Features(target, reader, keep=True, keep_last=True)
         results.append({i: features(reader.batch(i)) for i in order})
     # The same groups side by side, since rounding depends on the shape of a batch.
     assert sorted(computed[0]) == sorted(computed[1])
     ahead, behind = ([found[i] for i in numbers] for found in results)
     plain = Features(target, reader, keep=False)
     for i, a, b in zip(numbers, ahead, behind, strict=True):
-        assert torch.equal(a, b)
         batch = reader.batch(i)
-        for row, length in enumerate(batch.lengths):
-            torch.testing.assert_close(a[row, :length], plain(batch)[row, :length])
+        for x, y, anew in zip(a, b, plain(batch), strict=True):
+            assert torch.equal(x, y)
+            for row, length in enumerate(batch.lengths):
+                torch.testing.assert_close(x[row, :length], anew[row, :length])
+    without = Features(target, reader, keep=True)
+    taps, last = without(reader.batch(0))
+    assert torch.equal(taps, ahead[0][0])
+    assert last is None
+    first = reader.batch(0)
+    assert torch.equal(without.last(first), plain(first)[1])

@@ -46,7 +46,8 @@ def test_figures_are_medians_over_the_last_records(tmp_path: Path) -> None:
 def test_records_of_the_trainer_itself_are_understood(tmp_path: Path) -> None:
     made = status.allocate_run(tmp_path / "runs", "demo")
     sink = MetricsFile(made.metrics, 0)
-    summary = Interval(steps=2, tokens=100, loss=6.0, weight=2.0).summary(1e-3, {"now": 7, "peak": 9})
+    learnt = {"loss": 3.0, "tau_hat": 1.5, "accuracy": 0.2, "slots": {"accuracy": [0.3, None]}}
+    summary = Interval(steps=2, tokens=100).summary(1e-3, {"now": 7, "peak": 9}, learnt)
     for step in (2, 4, 6):
         sink.write(step, {"kind": "training", **summary})
     sink.write(6, {"kind": "evaluation", "tau": 3.5})

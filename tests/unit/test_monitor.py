@@ -58,14 +58,20 @@ def test_a_line_without_any_label_says_so() -> None:
     assert " · loss – · τ̂ – · " in line(1, 2, {**RECORD, "loss": None, "tau_hat": None})
 
 
-def test_an_interval_pools_sums_and_counts() -> None:
-    interval = Interval(steps=2, tokens=100, loss=6.0, weight=3.0, accepted=3, blocks=6, slots=8, correct=2)
+def test_a_tree_that_was_measured_is_in_the_line() -> None:
+    assert " · τ̂ 1.62 · tree-τ 2.25 · lr " in line(
+        1, 2, {**RECORD, "tree_tau": {"16": 1.9, "32": 2.0, "64": 2.25}}
+    )
+
+
+def test_an_interval_has_what_was_learnt_in_it_and_how_long_that_took() -> None:
+    interval = Interval(steps=2, tokens=100)
     with interval.part("forward"):
         pass
-    summary = interval.summary(0.1, {})
+    summary = interval.summary(0.1, {}, {"loss": 2.0, "slots": {"accuracy": [0.5]}})
     assert summary["loss"] == 2.0
-    assert summary["tau_hat"] == 1.5
-    assert summary["accuracy"] == 0.25
+    assert summary["slots"] == {"accuracy": [0.5]}
+    assert summary["tokens_per_second"] > 0
     assert list(summary["phase_seconds"]) == list(PARTS)
 
 

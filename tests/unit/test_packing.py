@@ -135,12 +135,14 @@ def test_the_target_does_not_see_the_other_documents_of_a_row(
     target = Target(model(), (0, 2))  # type: ignore[operator]
     reader = Reader(completions, PORTIONS)
     batch = reader.batch(0)
-    packed = Features(target, reader, keep=keep)(batch)
+    packed, last = Features(target, reader, keep=keep, keep_last=True)(batch)
+    assert last is not None
     assert len(batch.documents) > len(batch.input_ids)
     for document, (row, start), length in zip(batch.documents, batch.places, batch.lengths, strict=True):
         ids = torch.tensor(completions.document(document)[0].astype(np.int64))
-        alone = target.features(ids[None])[0][0]
-        torch.testing.assert_close(packed[row, start : start + length], alone, rtol=1e-5, atol=1e-5)
+        alone, alone_last = target.features(ids[None])
+        for found, expected in ((packed, alone), (last, alone_last)):
+            torch.testing.assert_close(found[row, start : start + length], expected[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_training_step_is_the_same_packed_or_not(completions: Completions) -> None:
@@ -159,7 +161,7 @@ def test_a_training_step_is_the_same_packed_or_not(completions: Completions) -> 
     for batch in (packed, plain):
         torch.manual_seed(0)
         drafter = Drafter(config).double()
-        taps = Features(target, reader, keep=False)(batch)[:, : batch.blocks.context_length]
+        taps = Features(target, reader, keep=False)(batch)[0][:, : batch.blocks.context_length]
         hidden = drafter(target.embed(batch.block_ids), batch.blocks, drafter.fuse(taps))
         rows = hidden.flatten(0, 1)[batch.rows]
         labels, weights = batch.labels.flatten()[batch.rows], batch.weights.flatten()[batch.rows]

@@ -50,7 +50,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     ("flags", "says"),
     [
         (["--max-step", "5"], "unrecognized argument --max-step; did you mean '--max-steps'?"),
-        (["--use-soft-labels"], "unrecognized argument --use-soft-labels"),
+        (["--use-soft-label"], "unrecognized argument --use-soft-label; did you mean '--use-soft-labels'?"),
         (["stray"], "unrecognized argument stray"),
         (["--lr", "0"], "--lr '0' must be a number above 0"),
         (["--lr", "fast"], "--lr 'fast' must be a number above 0"),
@@ -77,6 +77,21 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
             "--max-seq-len 4096 does not fit into --token-budget 1024",
         ),
         (["--block-size", "64", "--max-seq-len", "64"], "--block-size 64 leaves no room"),
+        (["--use-soft-labels", "--kl-weight", "1.1"], "--kl-weight '1.1' must be a number from 0 to 1"),
+        (["--use-soft-labels", "--kl-weight", "nan"], "--kl-weight 'nan' must be a number from 0 to 1"),
+        (
+            ["--use-soft-labels", "--kl-temperature", "0"],
+            "--kl-temperature '0' must be a number above 0",
+        ),
+        (["--kl-weight", "0.15"], "--kl-weight means nothing without --use-soft-labels: add that"),
+        (["--kl-temperature", "2"], "--kl-temperature means nothing without --use-soft-labels: add that"),
+        (["--cap-lambda", "-0.1"], "--cap-lambda '-0.1' must be a number of at least 0"),
+        (["--loss-type", "pace"], "--loss-type 'pace' must be decay or dpace"),
+        (["--dpace-alpha", "0.5"], "--dpace-alpha means nothing without --loss-type dpace: add that"),
+        (["--loss-type", "dpace", "--dpace-alpha", "2"], "--dpace-alpha '2' must be a number from 0 to 1"),
+        (["--loss-type", "dpace", "--gamma", "7"], "--gamma and --loss-type dpace exclude each other"),
+        (["--loss-chunk-mb", "0"], "--loss-chunk-mb '0' must be a whole number from 1"),
+        (["--sample-blocks", "-1"], "--sample-blocks '-1' must be a whole number from 0"),
         (["--config", "/nowhere.yaml"], "--config /nowhere.yaml: cannot be read (No such file or directory)"),
     ],
 )
@@ -127,6 +142,21 @@ def test_what_must_be_given_is_asked_for(flags: list[str], says: str) -> None:
 def test_the_decay_follows_the_block_size_unless_given(block: int, gamma: float) -> None:
     assert Settings(block_size=block).decay == gamma
     assert Settings(block_size=block, gamma=3.0).decay == 3.0
+
+
+def test_the_extras_are_off_unless_asked_for_and_have_names_that_are_published() -> None:
+    plain = Settings()
+    assert (plain.soft_labels[0], plain.cap_lambda, plain.dpace) == (0.0, 0.0, None)
+    given = ["--use-soft-labels", "--kl-weight", "0.3", "--kl-temperature", "3", "--cap-lambda", "0.1"]
+    settings = parse([*GIVEN, *given, "--loss-type", "dpace"]).settings
+    assert (settings.soft_labels, settings.cap_lambda, settings.dpace) == ((0.3, 3.0), 0.1, 0.5)
+    assert parse([*GIVEN, "--use-soft-labels"]).settings.soft_labels == (0.15, 2.0)
+
+
+def test_what_is_learnt_holds_the_values_that_the_defaults_stand_for() -> None:
+    learning = Settings(use_soft_labels=True, loss_type="dpace").learning()
+    assert (learning["kl_weight"], learning["kl_temperature"], learning["dpace_alpha"]) == (0.15, 2.0, 0.5)
+    assert Settings().learning()["kl_weight"] is None  # a checkpoint that is older than the flag has none
 
 
 @pytest.fixture(scope="module")
