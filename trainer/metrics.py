@@ -25,7 +25,7 @@ from trainer.tree import depths
 RECALL = (1, 2, 4, 8, 16)  # K
 BUDGETS = (16, 32, 64)  # nodes of a tree
 TOP = max(*RECALL, *BUDGETS)  # a tree of n nodes never needs a slot's tokens beyond the first n
-EVERY = 50  # micro-batches from one look to the next, at least
+EVERY = 100  # micro-batches from one look to the next, at least
 ENOUGH = 500  # labels, before anything is said of the data
 
 
