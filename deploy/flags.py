@@ -118,6 +118,14 @@ FLAGS: dict[str, Flag] = {
     "noise-start": Flag("float", low=0),
     "noise-end": Flag("float", low=0),
     "noise-type": Flag("text", choices=("uniform", "gaussian")),
+    "loss-type": Flag("text", choices=("decay", "dpace")),
+    "dpace-alpha": Flag("float", low=0, high=1),
+    "use-soft-labels": _SWITCH,
+    "kl-weight": Flag("float", low=0, high=1),
+    "kl-temperature": Flag("float", above=0),
+    "cap-lambda": Flag("float", low=0),
+    "loss-chunk-mb": _COUNT,
+    "sample-blocks": Flag("int", low=0, high=LARGEST),
     "save-interval": _COUNT,
     "keep-checkpoints": _COUNT,
     "keep-every": _COUNT,
@@ -170,6 +178,14 @@ def conflict(values: Mapping[str, Any]) -> tuple[str, str] | None:
         )
     if "target-layer-ids" in values and "num-taps" in values:
         return "num-taps", "cannot be given together with target-layer-ids; keep one of them"
+    for name in ("kl-weight", "kl-temperature"):
+        if name in values and not values.get("use-soft-labels"):
+            return name, "means nothing without use-soft-labels: true; add that, or leave it out"
+    paced = values.get("loss-type") == "dpace"
+    if "dpace-alpha" in values and not paced:
+        return "dpace-alpha", "means nothing without loss-type: dpace; add that, or leave it out"
+    if "gamma" in values and paced:
+        return "gamma", "cannot be given together with loss-type: dpace; keep one of them"
     return _roles(values.get("target-gpus"), values.get("drafter-gpus"), values.get("device", "auto"))
 
 

@@ -74,7 +74,7 @@ from trainer import status
 RUNS_PER_NAME = 20
 OURS = "── "  # begins each of launch's own lines in a log
 TAIL_BYTES = 4096
-METRICS_BYTES = 1 << 15  # the end of metrics.jsonl that is read: about 60 records
+METRICS_BYTES = 1 << 16  # the end of metrics.jsonl that is read: about 60 records
 WINDOW = 100  # steps over which a run's speed is held against its reference
 MANIFEST = "release.json"
 OTHERS = "other files"  # of a release: they differ, and nothing is left that says which

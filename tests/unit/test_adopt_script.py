@@ -68,14 +68,18 @@ def test_the_script_of_the_mission_becomes_a_file_that_starts_the_same(goal, bas
 
 
 def test_as_trainer_says_each_flag_that_it_cannot_take(goal, bash):
-    made = adopted(goal, bash, SCRIPTS["case"], trainer=True)
+    script = SCRIPTS["case"].replace("--kl-weight", "--frobnicate 3 --kl-weight")
+    made = adopted(goal, bash, script, trainer=True)
     run = settings.load_run(goal.project, "exp").settings
     assert run.command is None
+    assert run.trainer["use-soft-labels"] is True
+    assert run.trainer["kl-weight"] == 0.15
     assert run.trainer["lr"] == 6e-4
     assert run.trainer["token-budget"] == 49152
     assert run.weights == f"{bash.root}/dev/shm/Qwen3.6-27B"
     assert run.data == f"{bash.root}/workspace/tokenized_completions"
-    assert "--kl-weight 0.15 → our trainer has no such flag" in said(made, "lost")
+    assert "--frobnicate 3 → our trainer has no such flag" in said(made, "lost")
+    assert said(made, "lost").count("no such flag") == 1
     assert "--output-dir" in said(made, "became")
 
 
