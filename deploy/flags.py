@@ -105,6 +105,7 @@ FLAGS: dict[str, Flag] = {
     "token-budget": Flag("int", low=16, high=LARGEST),
     "max-seq-len": Flag("int", low=16, high=LARGEST),
     "max-batch-size": _COUNT,
+    "packing": _SWITCH,
     "max-nonfinite-steps": _COUNT,
     "max-anchors": _COUNT,
     "seed": Flag("int", low=0, high=2**63 - 1),
@@ -114,6 +115,7 @@ FLAGS: dict[str, Flag] = {
     "num-taps": _COUNT,
     "mask-token-id": Flag("int", low=0, high=LARGEST),
     "gamma": Flag("float", above=0),
+    "sliding-window": _COUNT,
     "init-from-target": _SWITCH,
     "noise-start": Flag("float", low=0),
     "noise-end": Flag("float", low=0),
@@ -131,9 +133,13 @@ FLAGS: dict[str, Flag] = {
     "keep-every": _COUNT,
     "log-interval": Flag("float", low=0),
     "eval-prompts": Flag("int", low=0, high=LARGEST),
+    "eval-interval": Flag("int", low=0, high=LARGEST),
+    "eval-file": _TEXT,
+    "eval-chat": _SWITCH,
     "eval-tokens": Flag("int", low=2, high=LARGEST),
     "cache-features": _SWITCH,
     "threads": Flag("int", low=1, high=1024),
+    "require-fast-kernels": _SWITCH,
     "dtype": Flag("text", choices=("float32", "bfloat16")),
     "device": Flag("text", pattern=r"auto|cpu|cuda(:\d+)?", described="auto, cpu, cuda or cuda:N"),
     "target-gpus": Flag("integers"),
@@ -186,6 +192,9 @@ def conflict(values: Mapping[str, Any]) -> tuple[str, str] | None:
         return "dpace-alpha", "means nothing without loss-type: dpace; add that, or leave it out"
     if "gamma" in values and paced:
         return "gamma", "cannot be given together with loss-type: dpace; keep one of them"
+    for name in ("eval-file", "eval-interval"):
+        if values.get(name) and not values.get("eval-prompts"):
+            return name, "evaluates nothing by itself: say on how many prompts with eval-prompts"
     return _roles(values.get("target-gpus"), values.get("drafter-gpus"), values.get("device", "auto"))
 
 

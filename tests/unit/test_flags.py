@@ -85,7 +85,8 @@ def test_other_values_are_accepted_by_both_sides_or_by_none(name: str) -> None:
             accepted = False
         else:
             accepted = True
-        if name in ("target-model", "data-dir", "wandb-project", "wandb-run-name") and value is True:
+        texts = ("target-model", "data-dir", "eval-file", "wandb-project", "wandb-run-name")
+        if name in texts and value is True:
             continue  # neither side needs a model called true
         assert flags.FLAGS[name].fits(value) == accepted or flags.FLAGS[name].kind == "switch", (
             f"{name} {value!r}"
@@ -111,6 +112,16 @@ def test_the_defaults_that_flags_must_agree_with_are_the_trainers() -> None:
         {"gamma": 7.0, "loss-type": "dpace"},
         {"gamma": 7.0, "loss-type": "decay"},
         {"block-size": 31, "max-seq-len": 32},
+        {"eval-file": "prompts.json"},
+        {"eval-interval": 50},
+        {"eval-interval": 50, "eval-prompts": 4},
+        {"target-gpus": [0, 1, 2, 3, 4], "drafter-gpus": [5, 6, 7]},
+        {"target-gpus": [0], "drafter-gpus": [0]},
+        {"target-gpus": [0]},
+        {"drafter-gpus": [1]},
+        {"target-gpus": [0, 0], "drafter-gpus": [1]},
+        {"target-gpus": [0, 1], "drafter-gpus": [1, 2]},
+        {"target-gpus": [0], "drafter-gpus": [1], "device": "cuda"},
         {},
     ],
 )
