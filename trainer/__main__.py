@@ -78,9 +78,10 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     """Check what can be checked from small files: the target's config.json, the data's data.json.
 
     `weights` adds the headers of the weights, and whether its kernels can be imported. Returns one line that
-    describes the run, and one on the kernels of a target that has some. Raises InputError.
+    describes the run, one on the kernels of a target that has some, and, without `weights`, what the run will
+    take. Raises InputError.
     """
-    from trainer import resuming, sinks, toy
+    from trainer import estimate, resuming, sinks, toy
     from trainer.data_meta import check_meta, known_meta
     from trainer.drafter_config import DrafterConfig
     from trainer.kernels import kernels
@@ -112,7 +113,8 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     if made_here:
         if settings.data_dir:
             known_meta(settings.data_dir)
-        return "settings are valid; the toy target is made at the start"
+        needs = estimate.lines(settings, estimate.estimate(settings, drafter, target, 0), 0)
+        return "\n".join(["settings are valid; the toy target is made at the start", *needs])
     assert settings.data_dir
     meta = known_meta(settings.data_dir)
     check_meta(settings.data_dir, meta, tokenizer, target.vocab_size)
@@ -130,7 +132,11 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
         f"{drafter.block_size}, from the target's layers {list(drafter.target_layer_ids)}, mask token {mask} "
         f"· data {settings.data_dir}: {_documents(meta)}"
     )
-    return "\n".join(filter(None, [described, fast.line()]))
+    tokens = 0 if weights else int(meta.get("tokens") or 0)
+    needs = [] if weights else estimate.lines(
+        settings, estimate.estimate(settings, drafter, target, tokens), tokens
+    )  # fmt: skip
+    return "\n".join(filter(None, [described, fast.line(), *needs]))
 
 
 def _documents(meta: dict[str, Any]) -> str:

@@ -58,6 +58,13 @@ def check_gpus(
         )
 
 
+def on_gpu(name: str, *, devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a run with the device `name` computes on a GPU, as far as that can be told without torch."""
+    if name != "auto":
+        return name.startswith("cuda")
+    return _count(devices, environment)[0] != 0 and not _built_without_gpu()
+
+
 def _check_build(named: str, remedy: str) -> None:
     if _built_without_gpu():
         raise InputError(

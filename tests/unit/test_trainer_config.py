@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 from trainer import __main__ as program
-from trainer import config, device
+from trainer import config, device, roles
 from trainer.config import Settings, parse
 from trainer.errors import InputError
 
@@ -92,6 +92,20 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
         (["--loss-type", "dpace", "--gamma", "7"], "--gamma and --loss-type dpace exclude each other"),
         (["--loss-chunk-mb", "0"], "--loss-chunk-mb '0' must be a whole number from 1"),
         (["--sample-blocks", "-1"], "--sample-blocks '-1' must be a whole number from 0"),
+        (["--target-gpus", "0"], "--target-gpus needs --drafter-gpus beside it"),
+        (["--drafter-gpus", "0"], "--drafter-gpus needs --target-gpus beside it"),
+        (["--target-gpus", "0,0", "--drafter-gpus", "1"], "--target-gpus 0,0 names a GPU twice"),
+        (
+            ["--target-gpus", "0,1", "--drafter-gpus", "1,2"],
+            "--target-gpus 0,1 and --drafter-gpus 1,2 share GPU 1: give each GPU one role",
+        ),
+        (
+            ["--target-gpus", "0", "--drafter-gpus", "0", "--device", "cuda"],
+            "--device cuda and --target-gpus exclude each other",
+        ),
+        (["--target-gpus", "a", "--drafter-gpus", "0"], "--target-gpus 'a' must be whole numbers"),
+        (["--noise-type", "salt"], "--noise-type 'salt' must be uniform or gaussian"),
+        (["--compile", "maybe"], "--compile 'maybe' must be auto or on or off"),
         (["--config", "/nowhere.yaml"], "--config /nowhere.yaml: cannot be read (No such file or directory)"),
     ],
 )
@@ -317,6 +331,69 @@ def test_a_device_that_is_not_there_is_told_without_torch(
 
 
 @pytest.mark.parametrize(
+    ("name", "nodes", "visible", "gpu"),
+    [
+        ("auto", [], None, False),
+        ("auto", ["nvidia0"], None, True),
+        ("auto", ["nvidia0"], "", False),
+        ("auto", ["kfd"], None, True),
+        ("cpu", ["nvidia0"], None, False),
+        ("cuda:3", [], None, True),
+    ],
+)
+def test_where_a_run_will_compute_is_told_without_torch(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    nodes: list[str],
+    visible: str | None,
+    gpu: bool,
+) -> None:
+    monkeypatch.setattr(device, "_built_without_gpu", lambda: False)
+    for node in nodes:
+        (tmp_path / node).touch()
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert device.on_gpu(name, devices=tmp_path, environment=environment) is gpu
+    monkeypatch.setattr(device, "_built_without_gpu", lambda: True)
+    assert device.on_gpu(name, devices=tmp_path, environment=environment) is (name == "cuda:3")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "nodes", "visible", "starting", "says"),
+    [
+        ("0,1,2", [0, 1], None, True, "there is no GPU 2 here, since a run sees 2 GPUs; GPUs are counted"),
+        ("0,1,2", [0, 1], None, False, "there is no GPU 2 here"),
+        ("1", [0, 1], "1", False, "since a run sees 1 GPUs (CUDA_VISIBLE_DEVICES is '1')"),
+        ("0", [], None, True, "since a run sees 0 GPUs"),
+        ("0,1,2,3,4", [], None, False, None),  # a configuration for another machine
+        ("0,1", [0, 1], None, True, None),
+        ("0", [], "-1", False, None),
+    ],
+)
+def test_more_gpus_named_than_there_are_is_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: str,
+    nodes: list[int],
+    visible: str | None,
+    starting: bool,
+    says: str | None,
+) -> None:
+    monkeypatch.setattr(device, "_built_without_gpu", lambda: False)
+    for node in nodes:
+        (tmp_path / f"nvidia{node}").touch()
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    given = tuple(map(int, numbers.split(",")))
+    options: dict = {"starting": starting, "devices": tmp_path, "environment": environment}
+    if says is None:
+        device.check_gpus("--target-gpus", given, **options)
+        return
+    with pytest.raises(InputError, match=re.escape(f"--target-gpus {numbers}: ")) as caught:
+        device.check_gpus("--target-gpus", given, **options)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("lines", "without"),
     [
         ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", True),
@@ -363,3 +440,14 @@ def test_checking_a_command_line_imports_no_torch(model: tuple[Path, Path], tmp_
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_run_that_would_use_several_gpus_is_refused_at_its_start_alone() -> None:
+    several = [*GIVEN, "--target-gpus", "0,1", "--drafter-gpus", "2"]
+    settings = parse(several).settings
+    assert roles.of(settings).devices == ("cuda:0", "cuda:1", "cuda:2")
+    with pytest.raises(InputError, match="a run uses one device so far; give the same GPU twice"):
+        roles.one_device(settings)
+    one = parse([*GIVEN, "--target-gpus", "3", "--drafter-gpus", "3"]).settings
+    assert roles.one_device(one) == "cuda:3"
+    assert roles.one_device(parse(GIVEN).settings) == "auto"
