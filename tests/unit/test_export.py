@@ -152,20 +152,20 @@ def test_what_only_the_target_has_reaches_no_config() -> None:
 
 def test_the_rotary_style_is_neox() -> None:
     """Known vectors: element 0 is paired with element d/2, as engines assume; GPT-J would pair it with 1."""
-    x = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    y = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    one = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    four = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
     position = torch.tensor([3])
     first = [math.cos(3), 0, math.sin(3), 0]  # at the base frequency
     last = [0, -math.sin(0.03), 0, math.cos(0.03)]  # 10000^(-2/4) = 1/100 of it
     by = rotation(position, 4, 1e4, torch.float64)
-    for vector, expected in ((x, first), (y, last)):
+    for vector, expected in ((one, first), (four, last)):
         wanted = torch.tensor(expected, dtype=torch.float64)
-        same_size = torch.full((4,), 0.5, dtype=torch.float64)  # the root mean square of both is 1/2
-        found = norm_rotate(vector.view(1, 1, 4), same_size, by, 0.0)
-        torch.testing.assert_close(found.view(4), wanted, atol=1e-12, rtol=0)
-        torch.testing.assert_close(
-            neox(vector.view(1, 1, 4), position, 1e4).view(4), wanted, atol=1e-12, rtol=0
-        )
+        x = vector.view(1, 1, 4)
+        scale = torch.full((4,), 0.5, dtype=torch.float64)  # undoes the norm: the vectors have the size 1/2
+        for rotated in (norm_rotate(x, scale, by, 0.0), neox(x, position, 1e4)):
+            torch.testing.assert_close(rotated.view(4), wanted, atol=1e-12, rtol=0)
+        with torch.no_grad():  # as in decoding, and on a GPU
+            torch.testing.assert_close(norm_rotate(x, scale, by, 0.0).view(4), wanted, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("kind", formats.FORMATS)
