@@ -121,11 +121,14 @@ class Wandb:
             config=settings,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        # Its own step must grow with every record, and a resumed run does some of them again.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
         # wandb warns when an offline run is asked for its address.
         self.link: str | None = self._run.url if mode == "online" else None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log(_flat(values), step=step)
+        self._run.log({"step": step, **_flat(values)})
 
     def close(self) -> None:
         """End the run; when this returns, its records are on the disk."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,6 +228,19 @@ def test_wandb_is_offline_without_a_key(
     assert wandb_mode(environment, tmp_path) == mode
 
 
+def wandb_records(file: Path) -> list[Any]:
+    """A .wandb file is LevelDB's log: 7 bytes, then (checksum, length, kind) before each record."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, found = file.read_bytes(), 7, []
+    while at + 7 <= len(data):
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        if kind == 1:  # whole; the longer ones that go on in the next block are of no interest here
+            found.append(Record.FromString(data[at + 7 : at + 7 + length]))
+        at += 7 + length
+    return found
+
+
 @pytest.mark.slow
 def test_wandb_without_a_key_keeps_the_run_on_the_disk_and_gives_no_link(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -235,10 +250,16 @@ def test_wandb_without_a_key_keeps_the_run_on_the_disk_and_gives_no_link(
     monkeypatch.setenv("HOME", str(tmp_path))
     sink = Wandb(Project("p", "n", "0a1b"), tmp_path, {"lr": 6e-4})
     assert sink.link is None
-    sink.write(3, {"loss": 1.0})
+    for step in (7, 3):  # a resumed run does some steps again
+        sink.write(step, {"loss": 1.0})
     sink.close()
-    (record,) = tmp_path.glob("wandb/offline-run-*-0a1b/run-0a1b.wandb")
-    assert b"loss" in record.read_bytes()
+    (file,) = tmp_path.glob("wandb/offline-run-*-0a1b/run-0a1b.wandb")
+    records = wandb_records(file)
+    keys = [{item.key or item.nested_key[0]: item.value_json for item in r.history.item} for r in records]
+    logged = [(int(one["step"]), float(one["loss"])) for one in keys if "loss" in one]
+    assert logged == [(7, 1.0), (3, 1.0)]
+    metrics = {r.metric.glob_name or r.metric.name: r.metric.step_metric for r in records}
+    assert metrics["*"] == "step"
 
 
 def test_wandb_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
