@@ -359,7 +359,7 @@ def read_file(path: str) -> dict[str, Any]:
         raise InputError(f"--config {path}: has no `trainer:` mapping with flags")
     # The run's file names weights and data once, for deploy/ too.
     found = {
-        name: str(value[key])
+        name: DIRECTORY.read(str(value[key]))
         for key, name in (("weights", "target_model"), ("data", "data_dir"))
         if value.get(key) and not (key == "data" and value[key] == "toy")
     }

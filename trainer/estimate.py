@@ -93,7 +93,7 @@ def estimate(settings: Settings, config: DrafterConfig, target: SimpleNamespace,
     block = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name[:2] != "fc")
     seen = min(s.max_seq_len // 2, window) + s.block_size  # keys of a slot, in the mean
     whole, used = target_parameters(target)
-    soft = bool(getattr(s, "use_soft_labels", False))
+    soft = s.use_soft_labels
     heads = target.num_attention_heads * (
         getattr(target, "head_dim", None) or width // target.num_attention_heads
     )
@@ -113,7 +113,7 @@ def estimate(settings: Settings, config: DrafterConfig, target: SimpleNamespace,
     activations = slots * layers * (8 * width + 4 * config.intermediate_size + 4 * queries + 4 * shared) * 4
     if on_cpu:  # probabilities, too; blocks that are computed together see as far as the last of them
         activations += layers * config.num_attention_heads * slots * (3 * seen // 2) * 4
-    chunk = (getattr(s, "loss_chunk_mb", None) or (64 if on_cpu else 1024)) * MIB
+    chunk = (s.loss_chunk_mb or (64 if on_cpu else 1024)) * MIB
     head = config.vocab_size * width * size
     cached = tokens * taps * width * size if s.cache_features else 0
     return Estimate(

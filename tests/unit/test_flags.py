@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from deployed import CHECKOUT
 
-from deploy import flags
+from deploy import flags, settings
 from trainer import config
 from trainer.errors import InputError
 
@@ -157,3 +158,12 @@ def test_equal_settings_give_equal_command_lines_whatever_their_order() -> None:
         == flags.argv({"seed": 2, "lr": 1.0})
         == ["--lr", "1.0", "--seed", "2"]
     )
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (CHECKOUT / "runs").glob("*.yaml")))
+def test_every_recipe_is_read_by_both_sides(recipe: str) -> None:
+    run = settings.load_run(settings.load_project(CHECKOUT), recipe).settings
+    assert run.trainer
+    read = config.parse(["--target-model", "toy", *flags.argv(run.trainer)]).settings
+    by_file = config.parse(["--config", str(CHECKOUT / "runs" / f"{recipe}.yaml")]).settings
+    assert read.learning() == by_file.learning()

@@ -451,3 +451,60 @@ def test_a_run_that_would_use_several_gpus_is_refused_at_its_start_alone() -> No
     one = parse([*GIVEN, "--target-gpus", "3", "--drafter-gpus", "3"]).settings
     assert roles.one_device(one) == "cuda:3"
     assert roles.one_device(parse(GIVEN).settings) == "auto"
+
+
+# The command line that the reference recipe was written from, as it was typed.
+CASE = """--target-model /dev/shm/Qwen3.6-27B --data-dir /workspace/tokenized_completions
+--output-dir /workspace/checkpoints --target-gpus 0,1,2,3,4 --drafter-gpus 5,6,7
+--epochs 6 --lr 6e-4 --warmup-ratio 0.04 --weight-decay 0.01 --grad-accum 4 --grad-clip 1.0
+--token-budget 49152 --max-seq-len 8192 --max-batch-size 64
+--block-size 32 --max-anchors 1024 --num-draft-layers 5 --gamma 10.0
+--noise-start 0.05 --noise-end 0.01 --noise-type uniform
+--use-soft-labels --kl-weight 0.15 --kl-temperature 2.0 --cap-lambda 0.1
+--save-interval 2000 --wandb-project dflash-qwen36-27b --wandb-run-name exp-ddtree-tl-fix"""
+
+
+def test_the_command_line_of_a_trainer_written_by_hand_is_read_as_it_was_meant() -> None:
+    found = dataclasses.asdict(parse(CASE.split()).settings)
+    meant = {
+        "target_model": "/dev/shm/Qwen3.6-27B",
+        "data_dir": "/workspace/tokenized_completions",
+        "output_dir": "/workspace/checkpoints",
+        "target_gpus": (0, 1, 2, 3, 4),
+        "drafter_gpus": (5, 6, 7),
+        "epochs": 6,
+        "lr": 6e-4,
+        "warmup_ratio": 0.04,
+        "weight_decay": 0.01,
+        "grad_accum": 4,
+        "grad_clip": 1.0,
+        "token_budget": 49152,
+        "max_seq_len": 8192,
+        "max_batch_size": 64,
+        "block_size": 32,
+        "max_anchors": 1024,
+        "num_draft_layers": 5,
+        "gamma": 10.0,
+        "noise_start": 0.05,
+        "noise_end": 0.01,
+        "noise_type": "uniform",
+        "use_soft_labels": True,
+        "kl_weight": 0.15,
+        "kl_temperature": 2.0,
+        "cap_lambda": 0.1,
+        "save_interval": 2000,
+        "wandb_project": "dflash-qwen36-27b",
+        "wandb_run_name": "exp-ddtree-tl-fix",
+    }
+    assert len(meant) == CASE.count("--")
+    assert {name: found[name] for name in meant} == meant
+
+
+def test_the_reference_recipe_is_that_command_line() -> None:
+    recipe = Path(__file__).parents[2] / "runs" / "qwen3.6-27b-8gpu.yaml"
+    by_file = dataclasses.asdict(parse(["--config", str(recipe)]).settings)
+    by_hand = dataclasses.asdict(parse(CASE.split()).settings)
+    places = ("target_model", "data_dir", "output_dir", "wandb_run_name")  # the deploy's
+    differing = {name for name in by_file if by_file[name] != by_hand[name]} - set(places)
+    assert differing == {"dtype"}
+    assert by_file["dtype"] == "bfloat16"
