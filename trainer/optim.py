@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 BETAS = (0.9, 0.95)
+PIECE = 4096
 
 Members = list[tuple[str, nn.Parameter]]
 
@@ -66,27 +67,29 @@ class Optimizer:
         flats = [*self._flat, *([self._muon.flat] if self._muon else [])]
         return [flat.grad for flat in flats if flat.grad is not None]
 
-    def step(self, rate: float, divisor: float | Tensor, clip: float) -> float | None:
+    def step(self, rate: float, divisor: float | Tensor, clip: float) -> Tensor:
         """Apply the summed gradients divided by `divisor`, their norm clipped to `clip` (0: not); then clear
         them.
 
-        Returns the norm before clipping; None if it was not finite: then nothing was changed but the
-        gradients, which are cleared.
+        Returns the norm before clipping, a scalar on the device: nothing here waits for a GPU. Where it is
+        not finite nothing was changed but the gradients, which are cleared.
         """
-        norm = float(torch.stack([g.norm() for g in self._gradients]).norm() / divisor)
-        finite = math.isfinite(norm)
-        if finite:
-            scale = min(1.0, clip / (norm + 1e-12)) if clip > 0 else 1.0
-            for gradient in self._gradients:
-                gradient.mul_(scale / divisor)
-            for group in self._adam.param_groups:
-                group["lr"] = rate
-            self._adam.step()
-            if self._muon:
-                self._muon.step(rate)
+        norm = torch.cat([_norms(gradient) for gradient in self._gradients]).norm() / divisor
+        lost = ~torch.isfinite(norm)
+        excess = (norm / clip).clamp(min=1.0) if clip > 0 else torch.ones_like(norm)
+        # PyTorch's own protocol for mixed precision: gradients are divided by `grad_scale`, and nothing
+        # happens where `found_inf` is 1.
+        scale, found = excess * divisor, lost.to(norm.dtype)
+        setattr(self._adam, "grad_scale", scale)  # noqa: B010
+        setattr(self._adam, "found_inf", found)  # noqa: B010
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        if self._muon:
+            self._muon.step(rate, scale, lost)
         for gradient in self._gradients:
             gradient.zero_()
-        return norm if finite else None
+        return norm
 
     def state(self) -> dict[str, Tensor]:
         """The moments under their parameters' names (so that another layout of buffers can read them)."""
@@ -130,17 +133,20 @@ class _Muon:
         ]
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
+    def step(self, rate: float, divisor: Tensor, lost: Tensor) -> None:
+        """The gradient divided by `divisor`; where `lost`, a scalar, is true, nothing changes."""
         assert self.flat.grad is not None
-        self.momentum.lerp_(self.flat.grad, 1 - self.MOMENTUM)
-        ahead = self.flat.grad.lerp(self.momentum, self.MOMENTUM)  # Nesterov's
+        gradient = torch.where(lost, self.momentum, self.flat.grad / divisor)  # the momentum leads to itself
+        self.momentum.lerp_(gradient, 1 - self.MOMENTUM)
+        ahead = gradient.lerp_(self.momentum, self.MOMENTUM)  # Nesterov's
         sizes = [math.prod(shape) for shape in self._shapes]
-        self.flat.data.mul_(1 - rate * self.weight_decay)
+        taken = torch.where(lost, 0.0, rate)
+        self.flat.data.mul_(1 - taken * self.weight_decay)
         for part, update, shape in zip(
             self.flat.data.split(sizes), ahead.split(sizes), self._shapes, strict=True
         ):
             scale = 0.2 * max(shape[1:]) ** 0.5  # the root mean square of AdamW's updates is about 0.2
-            part.sub_(orthogonal(update.view(shape)).reshape(-1), alpha=rate * scale)
+            part.sub_(orthogonal(update.view(shape)).reshape(-1) * (taken * scale))
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -154,6 +160,15 @@ def orthogonal(x: Tensor) -> Tensor:
         square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
     return x.mT if tall else x
+
+
+def _norms(flat: Tensor) -> Tensor:
+    """Norms of the pieces of `flat`, which as a whole has the norm of these. In one go a CPU's float32 sum
+    over 50 million squares is 0.4 % off.
+    """
+    whole = len(flat) // PIECE * PIECE
+    pieces = torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1)
+    return torch.cat([pieces, torch.linalg.vector_norm(flat[whole:])[None]])
 
 
 def _flatten(members: Members) -> nn.Parameter:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.optim import BETAS, Optimizer, learning_rate, orthogonal
+from trainer.optim import BETAS, Optimizer, _norms, learning_rate, orthogonal
 
 
 def model() -> nn.Module:
@@ -39,7 +39,7 @@ def test_flat_updates_equal_those_of_each_parameter() -> None:
         expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         reference.step()
         reference.zero_grad()
-        assert norm == pytest.approx(float(expected), rel=1e-5)
+        assert float(norm) == pytest.approx(float(expected), rel=1e-5)
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
 
@@ -56,17 +56,24 @@ def test_gradients_of_two_micro_batches_add_up() -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_forgotten() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_forgotten(kind: str) -> None:
     module = model()
-    optimizer = Optimizer(module, 0.1)
+    optimizer = Optimizer(module, 0.1, kind)
+    backward(module, 1)
+    optimizer.step(0.1, 1.0, 1.0)
     before = [p.clone() for p in module.parameters()]
+    state = {name: value.clone() for name, value in optimizer.state().items()}
     backward(module, 0, scale=math.inf)
-    assert optimizer.step(0.1, 1.0, 1.0) is None
+    assert not torch.isfinite(optimizer.step(0.1, 1.0, 1.0))
+    for name, value in optimizer.state().items():
+        assert torch.equal(value, state[name]), name
     for x, y in zip(before, module.parameters(), strict=True):
         assert torch.equal(x, y)
         assert not y.grad.any()
     backward(module, 0)
-    assert optimizer.step(0.1, 1.0, 1.0) is not None
+    assert torch.isfinite(optimizer.step(0.1, 1.0, 1.0))
+    assert not torch.equal(before[0], next(iter(module.parameters())))
 
 
 def test_the_state_is_named_by_parameter_and_restores_the_optimizer() -> None:
@@ -95,6 +102,11 @@ def test_the_rate_warms_up_then_falls_to_almost_nothing() -> None:
     assert all(a > b for a, b in pairwise(rates[9:]))
     assert 0 < rates[-1] < 0.001
     assert learning_rate(1, 1, 1.0, 0.0) == pytest.approx(0.5)
+
+
+def test_the_norm_of_many_numbers_keeps_its_digits() -> None:
+    numbers = torch.full((3_000_001,), 1e-3)
+    assert float(_norms(numbers).norm()) == pytest.approx(1e-3 * 3_000_001**0.5, rel=1e-6)
 
 
 # -- muon --------------------------------------------------------------------------------------------------
