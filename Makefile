@@ -69,7 +69,7 @@ tensorboard: $(VENV)/.deploy,trainer  ## curves of this machine's runs: loss, to
 	$(VENV)/bin/tensorboard --logdir "$${DRAFTHOUSE_STATE:-$$state}/runs" --load_fast=false
 
 ## Check
-.PHONY: test test-fast lint bench testbed
+.PHONY: test test-fast lint bench bench-peers testbed
 test: $(VENV)/.deploy,trainer,dev  ## every test that this machine can run; what is left out is named at the end
 	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(TESTS)
 
@@ -83,6 +83,8 @@ lint: $(VENV)/.deploy,trainer,dev  ## style, types, and the directions between t
 
 bench: $(VENV)/.deploy,trainer,dev  ## measure what the README claims; writes bench/results.json
 	@for file in bench/[a-z]*.py; do $(VENV)/bin/python "$$file"; done
+
+bench-peers: .venv-peers/.done  ## install what bench/step.py compares with (1.5 GB), into .venv-peers
 
 testbed:  ## install what the tests of engine and SSH need, by apt (as root)
 	@python3 -m tests.testbed install
@@ -111,7 +113,7 @@ clean:  ## remove .venv and what tests and tools keep here
 	    exit 1; \
 	  fi; \
 	done
-	@rm -rf $(VENV) .testbed .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	@rm -rf $(VENV) .venv-peers .testbed .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- .venv -----------------------------------------------------------------------------------------------
@@ -139,6 +141,16 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@for set in deploy deploy,trainer deploy,trainer,dev; do \
 	  case '$*' in "$$set"*) touch "$(VENV)/.$$set";; esac; \
 	done; touch '$@'
+
+# The peers' trainers have requirements that exclude each other (sglang, megatron, versions of transformers) and
+# that their DFlash modules do not need: those are installed as they are, with what they import beside them, and
+# with our own version of torch.
+.venv-peers/.done: bench/peers.txt constraints.txt | $(VENV)/bin/pip
+	@echo 'Installing into .venv-peers: specforge, speculators, nemo-automodel'
+	@$(VENV)/bin/python -m venv --clear .venv-peers
+	@.venv-peers/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)" -r <(sed '/^# alone$$/,$$d' bench/peers.txt)
+	@.venv-peers/bin/python -m pip install -q --no-deps -r <(sed '1,/^# alone$$/d' bench/peers.txt)
+	@touch $@
 
 $(VENV)/bin/pip:
 	@python=''; wanted="$${PYTHON:-python3}"; \
