@@ -140,6 +140,21 @@ def test_a_rank_that_finishes_before_the_others_is_not_taken_for_dead():
     assert verdict(dead["run"], dead["time"]).word == "training"
 
 
+def test_a_run_that_evaluates_does_no_steps_and_is_not_stalled():
+    found = case("training")
+    (beat,) = found["run"]["heartbeats"].values()
+    later = found["time"] + 900
+    beat["time"] = later - 1
+    assert verdict(found["run"], later).word != "training"
+    beat.update(
+        phase="evaluating", phase_since=found["time"], detail="speculative decoding of x: 3 of 8 prompts"
+    )
+    told = verdict(found["run"], later)
+    assert told.word == "training"
+    assert told.reason.startswith(f"evaluating, step {beat['step']}")
+    assert "3 of 8 prompts" in told.reason
+
+
 def test_a_rank_that_has_just_died_may_be_what_ends_all_of_them():
     dead = case("stalled-rank-dead")
     assert verdict(dead["run"], dead["run"]["heartbeats"]["1"]["time"] + 1).word == "training"
