@@ -120,16 +120,20 @@ class _Sending:
     def attempt(self, streams: int | None) -> None:
         """Send what is missing. Raises Lost if all connections broke off, DeployError for all else."""
         words = (self.target, self.wanted, self.durable, self.link)
-        try:
-            process = onhost.open(self.host, "deploy.receiver:control", *words, bulk=True)
-        except HostError as error:
+        with contextlib.ExitStack() as stack:
+            if not self.connected:  # (a link that was lost is tried by one)
+                self._begin_ahead(stack)
+            try:
+                process = onhost.open(self.host, "deploy.receiver:control", *words, bulk=True)
+            except HostError as error:
+                if self.connected:
+                    raise Lost(str(error)) from None
+                raise
+            control = Control(self.host, process)
+            stack.callback(control.close)
             if self.connected:
-                raise Lost(str(error)) from None
-            raise
-        self.connected = True
-        control = Control(self.host, process)
-        self.ahead = onhost.Ahead(self.host)  # the first stream's connection, while the host makes room
-        try:
+                self._begin_ahead(stack)
+            self.connected = True
             said = control.answer(self.progress, "missing", "there")
             if "there" in said:
                 self.there = self.total
@@ -147,9 +151,11 @@ class _Sending:
                 self._look_again()
             control.say("finish")  # all was there, but not yet under its name
             control.answer(self.progress, "done")
-        finally:
-            self.ahead.close()
-            control.close()
+
+    def _begin_ahead(self, stack: contextlib.ExitStack) -> None:
+        """Begin the first stream's connection, while `control` comes about and the host makes room."""
+        self.ahead = onhost.Ahead(self.host)
+        stack.callback(self.ahead.close)
 
     def _missing(self, runs: list[list[int]]) -> None:
         self.pending = deque(number for first, end in runs for number in range(first, end))

@@ -18,7 +18,7 @@ from testbed.gpubox import ALIAS
 from testbed.pct.box import PveBox
 from testbed.pct.container import Container
 
-from deploy import onhost
+from deploy import onhost, receiver
 from deploy.host import HostError, LostError, NoPython, connect
 from deploy.inside import Inside
 from deploy.settings import HostSettings
@@ -332,3 +332,10 @@ def test_a_backup_that_locks_a_running_container_keeps_no_command_from_it(pve_bo
         host.close()
     finally:
         there.conf.write_text(text)
+
+
+def test_a_container_of_this_machine_is_known_to_share_its_cores(inside: Inside) -> None:
+    """By which a push decides how many streams it has; LXC gives each container a boot_id of its own."""
+    own = inside.run(["cat", "/proc/sys/kernel/random/boot_id"], timeout=30).text
+    assert own != Path("/proc/sys/kernel/random/boot_id").read_text()
+    assert onhost.ask(inside, "deploy.receiver:kernel") == receiver.kernel() != ""
