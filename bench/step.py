@@ -168,7 +168,9 @@ def objective_memory(name: str, shape: dict[str, Any], whom: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="CONFIGURATION", help="of A B C D (default: all)")
     parser.add_argument("--steps", type=int, help="turns that count (default: 40, 20, 12, 8 by size)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of every side (default: all)")
