@@ -228,11 +228,17 @@ class Completions:
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, loss_mask) of one document, as views: do not write to them."""
-        batch = int(self._starts.searchsorted(index, side="right")) - 1
-        offsets, ids, mask = self._columns[batch]
-        at = index - int(self._starts[batch])
-        start, end = offsets[at], offsets[at + 1]
-        return ids[start:end], mask[start:end]
+        return self.documents(np.array([index]))[0]
+
+    def documents(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`document` of each."""
+        batches = self._starts.searchsorted(indices, side="right") - 1
+        found = []
+        for batch, at in zip(batches.tolist(), (indices - self._starts[batches]).tolist(), strict=True):
+            offsets, ids, mask = self._columns[batch]
+            start, end = offsets[at], offsets[at + 1]
+            found.append((ids[start:end], mask[start:end]))
+        return found
 
     @functools.cached_property
     def digest(self) -> str:

@@ -233,8 +233,7 @@ class Reader:
     def _collate(self, documents: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         p = self.portions
         lengths = self._lengths[documents]
-        found = [self.completions.document(i) for i in documents.tolist()]
-        cut = list(zip(found, lengths.tolist(), strict=True))
+        cut = list(zip(self.completions.documents(documents), lengths.tolist(), strict=True))
         ids = np.concatenate([ids[:length] for (ids, _), length in cut]).astype(np.int64, copy=False)
         mask = np.concatenate([mask[:length] for (_, mask), length in cut]) != 0
         ends = np.cumsum(lengths)
