@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from trainer.completions import Completions
+from trainer.data_meta import FOREIGN
 from trainer.errors import InputError
 from trainer.target import Target
 
-FOREIGN = 0.8  # below this share the data was hardly written by this target
 LOGIT_BYTES = 256 << 20  # logits in memory at one time
 
 
@@ -36,12 +36,17 @@ class Agreement:
     def share(self) -> float:
         return self.equal / self.labels if self.labels else 0.0
 
-    def sentence(self, directory: object) -> str:
-        """For people; begins with "warning" where the data was hardly written by this target."""
+    def sentence(self, directory: object, temperature: float | None = None) -> str:
+        """For people; begins with "warning" where the data was hardly written by this target.
+
+        `temperature`: of the target's own answers, where it is known that these are.
+        """
         text = (
             f"{self.share:.1%} of {self.labels:,} labels are what the target itself finds likeliest "
             f"({self.documents:,} documents)"
         )
+        if temperature:
+            return f"agreement: {text}; it wrote them at temperature {temperature:g}"
         if self.share >= FOREIGN:
             return f"agreement: {text}"
         return (

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.errors import InputError
 
 SCHEMA = 1
+FOREIGN = 0.8  # with a smaller share of labels that are the target's likeliest it hardly wrote the data
 
 
 def foreign_files(directory: str | Path) -> list[str]:
@@ -49,6 +50,17 @@ def known_meta(directory: str | Path) -> dict[str, Any]:
     if files := foreign_files(directory):
         return {"schema": SCHEMA, "tokenizer": None, "documents": None, "largest_id": -1, "shards": files}
     return read_meta(directory)
+
+
+def agreement_warning(directory: str | Path, meta: dict[str, Any]) -> str | None:
+    """What to say at the start of a training on data that was measured and is hardly the target's own."""
+    share = (meta.get("agreement") or {}).get("share", 1.0)
+    if share >= FOREIGN or (meta.get("regenerated") or {}).get("temperature"):
+        return None
+    return (
+        f"warning: data {directory}: only {share:.0%} of its labels are what the target would write, so the "
+        "drafter learns to foresee somebody else; python -m trainer.prepare --regenerate makes better data"
+    )
 
 
 def check_meta(directory: str | Path, meta: dict[str, Any], tokenizer: str, vocab_size: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from trainer.completions import Completions, Writer, mapped, record_batches, sha256
-from trainer.data_meta import SCHEMA, foreign_files
+from trainer.data_meta import SCHEMA, agreement_warning, foreign_files
 from trainer.errors import InputError
 
 # Columns that say what is supervised; in `labels` what is not is -100.
@@ -33,7 +33,10 @@ def open_completions(directory: str | Path, cache: Path, say: Callable[[str], No
     directory = Path(directory)
     files = foreign_files(directory)
     if not files:
-        return Completions.open(directory)
+        ours = Completions.open(directory)
+        if warning := agreement_warning(directory, ours.meta):
+            say(warning)
+        return ours
     key = _key(directory, files)
     kept = cache / f"data-{key}"
     try:

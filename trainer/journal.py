@@ -113,11 +113,11 @@ class Progress:
 
     def __init__(self, total: int, say: Say) -> None:
         self.total = total
-        self.conversations = 0
+        self.conversations = 0.0  # of those at hand the part that is answered
         self.tokens = 0  # written by this run
         self._say = say
         self._began = self._said = time.monotonic()
-        self._replayed: int | None = None  # conversations that were there before this run wrote any
+        self._replayed: float | None = None  # conversations that were there before this run wrote any
 
     def tell(self, *, last: bool = False) -> None:
         now = time.monotonic()
@@ -129,7 +129,7 @@ class Progress:
         passed = max(now - self._began, 1e-9)
         done = self.conversations - self._replayed
         line = (
-            f"regenerating: {self.conversations:,} of {self.total:,} conversations · "
+            f"regenerating: {self.conversations:,.0f} of {self.total:,} conversations · "
             f"{self.tokens / passed:,.0f} tok/s"
         )
         if done and not last:

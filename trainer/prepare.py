@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -30,6 +31,9 @@ from trainer.modeldir import check_weights, read_config, tokenizer_digest
 from trainer.ordered import available, ordered
 from trainer.report import Report
 from trainer.tokenise import Rules, chunks, tokenise
+
+# As in trainer/__main__.py: idle OpenMP threads sleep instead of spinning; set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 MOST_WORKERS = 16  # by default
 AGREEMENT_TOKENS = 20_000  # labels that --measure-agreement looks at by default
@@ -193,7 +197,11 @@ def _write(given: argparse.Namespace, files: list[Path], chat: Chat, model: Any,
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    """A line on stdout; if nobody reads it any more, or its disk is full, the work goes on without."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _load(given: argparse.Namespace) -> Any:
@@ -214,7 +222,7 @@ def _measure(given: argparse.Namespace, target: Any) -> None:
     completions.check_target(tokenizer_digest(given.target_model), target.config.vocab_size)
     found = agreement.measure(target, completions, given.measure_agreement or AGREEMENT_TOKENS)
     agreement.keep(completions, found, Path(given.target_model).name)
-    say(found.sentence(given.data_dir))
+    say(found.sentence(given.data_dir, (completions.meta.get("regenerated") or {}).get("temperature")))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
-        print("interrupted: no data was written", file=sys.stderr)
+        print("interrupted: no data was written; what --regenerate has is kept", file=sys.stderr)
         return 130
     return 0
 

@@ -73,6 +73,11 @@ class Talk:
     ids: list[int] = field(default_factory=list)  # of the document that may go on
     mask: list[int] = field(default_factory=list)
 
+    @property
+    def turns(self) -> int:
+        """How many answers it will have, if each comes to an end."""
+        return max(1, sum(message["role"] == "assistant" for message in self.given.messages))
+
     def ask(self) -> bool:
         """Take in what is said before the next answer; whether there is one to write."""
         while self.next < len(self.given.messages):
@@ -118,9 +123,10 @@ def regenerated(
         while window := list(islice(stream, size)):
             report = Report(read=len(window))
             talks = _talks(window, rules.skip_bad, report)
+            before = progress.conversations
             _write(target, chat, talks, how, rules.max_seq_len, journal, report, progress)
+            progress.conversations = before + len(window)
             yield _documents(talks, rules, report), report
-            progress.conversations += len(window)
         progress.tell(last=True)
 
 
@@ -173,6 +179,7 @@ def _write(
     progress: Progress,
 ) -> None:
     """All answers of a window, the first of every conversation, then the second of every conversation, …"""
+    each = len(talks) / max(1, sum(talk.turns for talk in talks))  # of a conversation is an answer
     while True:
         due = [asked for talk in talks if (asked := _ask(talk, chat, how, max_seq_len, report))]
         if not due:
@@ -195,6 +202,7 @@ def _write(
                 )
                 journal.append(asking, answers)
                 progress.tokens += sum(map(len, answers))
+            progress.conversations += len(batch) * each
             for asked, answer in zip(batch, answers, strict=True):
                 _take(asked, answer, chat, report)
 

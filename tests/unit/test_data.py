@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,13 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer import anchors, data
 from trainer import completions as disk
-from trainer import data
-from trainer.anchors import share, valid_anchors
+from trainer.anchors import draw, share, valid_anchors
 from trainer.completions import Completions, write_completions
 from trainer.data import Portions, Reader, bucket_length
 from trainer.errors import InputError
+from trainer.foreign import open_completions
 
 META = {"tokenizer": "abc", "target": "tiny"}
 PORTIONS = Portions(
@@ -138,7 +140,7 @@ def test_data_of_another_tokenizer_or_vocabulary_is_refused(completions: Complet
 
 
 @pytest.mark.parametrize(
-    ("mask", "anchors"),
+    ("mask", "found"),
     [
         ("0000", []),
         ("1111", [0, 1, 2]),  # the last token predicts nothing
@@ -151,8 +153,8 @@ def test_data_of_another_tokenizer_or_vocabulary_is_refused(completions: Complet
         ("1", []),
     ],
 )
-def test_an_anchor_is_supervised_and_so_is_something_that_it_predicts(mask: str, anchors: list[int]) -> None:
-    assert valid_anchors(np.array([int(c) for c in mask]), 4).tolist() == anchors
+def test_an_anchor_is_supervised_and_so_is_something_that_it_predicts(mask: str, found: list[int]) -> None:
+    assert valid_anchors(np.array([int(c) for c in mask]), 4).tolist() == found
 
 
 @given(st.integers(0, 200), st.lists(st.integers(0, 60), min_size=1, max_size=12))
@@ -171,6 +173,62 @@ def test_bucketed_lengths_waste_little() -> None:
     assert (padded >= lengths).all()
     assert ((padded - lengths) / padded)[128:].max() < 0.125
     assert len(np.unique(padded)) < 60
+
+
+def test_anchors_are_drawn_evenly_and_by_seed_epoch_and_document_alone() -> None:
+    lengths, documents = np.array([40, 60, 50]), np.array([7, 3, 9])
+    mask = np.ones(150, dtype=bool)
+    counts = np.zeros(150)
+    for number in range(400):
+        drawn, owner = draw(mask, lengths, documents, 4, 30, [0, number])
+        assert len(drawn) == 30
+        assert (np.diff(drawn) > 0).all()
+        assert (owner == np.searchsorted(np.cumsum(lengths), drawn, side="right")).all()
+        counts[drawn] += 1
+    assert counts[[39, 99, 149]].sum() == 0  # the last token of each has no label
+    possible = np.delete(counts, [39, 99, 149])
+    assert possible.mean() == pytest.approx(400 * 30 / 147)
+    assert possible.std() < 1.5 * np.sqrt(possible.mean())
+    # The same document, with the same share, in other company and at another place.
+    first = draw(mask[:80], np.array([40, 40]), np.array([7, 3]), 4, 20, [0, 5])[0]
+    other = draw(mask[:80], np.array([40, 40]), np.array([4, 7]), 4, 20, [0, 5])[0]
+    assert first[first < 40].tolist() == (other[other >= 40] - 40).tolist()
+    again = draw(mask[:80], np.array([40, 40]), np.array([7, 3]), 4, 20, [1, 5])[0]
+    assert first.tolist() != again.tolist()
+
+
+def test_sorting_in_one_number_is_sorting_by_three_keys() -> None:
+    rng = np.random.default_rng(0)
+    owner = np.sort(rng.integers(0, 50, 2000))
+    keys, at = rng.integers(0, 40, 2000).astype(np.uint64), np.arange(2000)  # with ties
+    quick = anchors._ranked(owner, keys, at, 50, 2000)
+    assert quick.tolist() == anchors._ranked(owner, keys, at, 2**20, 2**40).tolist()
+    assert quick.tolist() == at[np.lexsort((at, keys, owner))].tolist()
+
+
+def test_documents_too_short_for_a_label_are_passed_over(tmp_path: Path) -> None:
+    documents = [([5], [1]), *tiny.documents(6), ([6], [1])]
+    write_completions(tmp_path / "data", documents, META)
+    for packing in (False, True):
+        reader = Reader(Completions.open(tmp_path / "data"), replace(PORTIONS, packing=packing))
+        found = [i for n in range(reader.batches_per_epoch) for i in reader.batch(n).documents]
+        assert sorted(found) == list(range(1, 7))
+    write_completions(tmp_path / "short", [([5], [1])], META)
+    with pytest.raises(InputError, match="none of its 1 documents has 2 tokens"):
+        Reader(Completions.open(tmp_path / "short"), PORTIONS)
+
+
+def test_data_that_was_measured_and_is_not_the_targets_is_warned_of(tmp_path: Path) -> None:
+    said: list[str] = []
+    for name, more in (
+        ("fine", {"agreement": {"share": 0.98}}),
+        ("sampled", {"agreement": {"share": 0.5}, "regenerated": {"temperature": 1.0}}),
+        ("anothers", {"agreement": {"share": 0.5}}),
+    ):
+        write_completions(tmp_path / name, tiny.documents(2), {**META, **more})
+        open_completions(tmp_path / name, tmp_path / "cache", said.append)
+    assert len(said) == 1
+    assert f"warning: data {tmp_path / 'anothers'}: only 50% of its labels" in said[0]
 
 
 def same(a: data.Batch, b: data.Batch) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.__main__ import main as check_config
 from trainer.completions import Completions, write_completions
 from trainer.data import Batch, Portions, Reader
 from trainer.drafter import Drafter
@@ -180,6 +183,20 @@ def test_a_target_with_a_recurrent_state_is_refused(kinds: list[str]) -> None:
         check_packing({"layer_types": kinds})
     check_packing({"layer_types": ["sliding_attention", "full_attention"]})
     check_packing({})
+
+
+def test_check_config_refuses_it_before_a_weight_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny.target_directory(tmp_path / "target")
+    data = tiny.data_directory(tmp_path / "data", target)
+    config = json.loads((target / "config.json").read_text())
+    given = [*tiny.flags(target, data, tmp_path / "out", packing=True), "--check-config"]
+    assert check_config(given) == 0
+    config["layer_types"] = ["linear_attention"] * 4
+    (target / "config.json").write_text(json.dumps(config))
+    assert check_config(given) == 2
+    assert "--packing: the target has layers of the kind linear_attention" in capsys.readouterr().err
 
 
 def test_lengths_are_rounded_up_a_little_and_never_beyond_a_row() -> None:
