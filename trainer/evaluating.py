@@ -65,6 +65,11 @@ class Evaluations:
         }
         self._texts: dict[str, Own] = {}
 
+    @property
+    def prompts(self) -> int:
+        """How many texts are decoded."""
+        return sum(len(case.prompts) for case in self.cases)
+
     def due(self, step: int) -> bool:
         """Whether there is one between `step` and the next."""
         return bool(self.cases and self.interval and step and step % self.interval == 0)

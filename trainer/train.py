@@ -405,6 +405,8 @@ class Trainer:
             return
         if when != "after":
             self.monitor.phase("evaluating")
+        if when == "during":
+            say(f"step {self.state.step}: real speculative decoding of {evaluations.prompts} texts")
         rows = evaluations.measure(self.drafter, self._evaluation_progress)
         if when != "during":
             kept = {"of": evaluations.of, "step": self.state.step, "rows": evaluation.as_json(rows)}
@@ -422,11 +424,12 @@ class Trainer:
 
     def _evaluation_progress(self, text: str) -> None:
         """Between two tokens: what was asked for need not wait for the end of the evaluation."""
-        if self.state.step < self.total:
-            if self.state.step and (code := self._boundary()) is not None:
+        if 0 < self.state.step < self.total:
+            if (code := self._boundary()) is not None:
                 raise Stopped(code)
-            self.monitor.phase("evaluating")
-        elif self.saving.saved and (request := self.monitor.asked()):
+            self.monitor.phase("evaluating", text)
+            return  # a log of steps is not the place for each prompt
+        if self.state.step and self.saving.saved and (request := self.monitor.asked()):
             self._answer(request, None)  # the last checkpoint is already there
             if request.action == "checkpoint-and-stop":
                 raise Stopped

@@ -43,6 +43,10 @@ def latest(output: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def state(output: Path) -> dict:
+    return json.loads((output / "latest" / "state.json").read_text())
+
+
 def test_evaluations_leave_no_trace_in_the_training_and_wait_for_nobody(
     model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +74,7 @@ def test_evaluations_leave_no_trace_in_the_training_and_wait_for_nobody(
 
     monkeypatch.setattr(Trainer, "_evaluation_progress", told)
     assert main(flags) == 0
-    assert json.loads((tmp_path / "some" / "latest" / "state.json").read_text())["step"] == 4
+    assert state(tmp_path / "some")["step"] == 4
     assert (tmp_path / "some" / run.path.name / "step-00000002").is_dir(), "saved while evaluating"
     answered = run.heartbeats()[0].answered or {}
     assert (answered["action"], answered["outcome"]) == ("checkpoint-and-stop", "done")
@@ -79,6 +83,7 @@ def test_evaluations_leave_no_trace_in_the_training_and_wait_for_nobody(
     whole, parts = latest(tmp_path / "none"), latest(tmp_path / "some")
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
+    assert state(tmp_path / "none")["rng"] == state(tmp_path / "some")["rng"]
     assert phases == {(0, "evaluating"), (2, "evaluating"), (4, "evaluating"), (6, "finishing")}
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     steps = [record["step"] for record in records if record["kind"] == "evaluation"]
