@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,17 @@ class Evaluations:
         return bool(self.cases and self.interval and step and step % self.interval == 0)
 
     def measure(self, drafter: Drafter, report: Report) -> list[Row]:
-        """Decode, and leave no trace in what is trained: mode and random numbers are as they were."""
-        with _untouched(drafter, self.target.device):
+        """Decode, and leave no trace in what is trained: mode and random numbers are as they were, also for
+        `report`, which may save a checkpoint.
+        """
+        with _untouched(drafter, self.target.device) as as_before:
+
+            def told(text: str) -> None:
+                as_before()
+                report(text)
+
             return evaluation.evaluate(
-                self.target, drafter, self.cases, self.new_tokens, report, self.stop, known=self._texts
+                self.target, drafter, self.cases, self.new_tokens, told, self.stop, known=self._texts
             )
 
     def differing(self, earlier: dict[str, Any]) -> list[str]:
@@ -98,15 +105,20 @@ class Evaluations:
 
 
 @contextlib.contextmanager
-def _untouched(drafter: Drafter, device: torch.device) -> Iterator[None]:
+def _untouched(drafter: Drafter, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Gives what puts the random numbers back as they were at the start, as its end does."""
     training = drafter.training
     numbers = torch.get_rng_state()
     of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    drafter.eval()
-    try:
-        yield
-    finally:
-        drafter.train(training)
+
+    def as_before() -> None:
         torch.set_rng_state(numbers)
         if of_device is not None:
             torch.cuda.set_rng_state(of_device, device)
+
+    drafter.eval()
+    try:
+        yield as_before
+    finally:
+        drafter.train(training)
+        as_before()
