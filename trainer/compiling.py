@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,14 @@ def drafting(
     return torch.compile(draft, backend=BACKEND)
 
 
+def why_failed(error: BaseException) -> str | None:
+    """What is wrong with compiling, in a line; None if `error` is of something else."""
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
+
+
 class Compilations:
     """How many pieces of code were compiled since the last look."""
 
@@ -99,7 +108,8 @@ class Compilations:
 
     @staticmethod
     def _count() -> int:
-        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        utils = sys.modules.get("torch._dynamo.utils")  # to import it takes seconds
+        return int(utils.counters["stats"]["unique_graphs"]) if utils else 0
 
     def new(self) -> int:
         count = self._count()

@@ -51,7 +51,7 @@ def gated(x: Tensor) -> Tensor:
 
 
 def _closed_form(x: Tensor) -> bool:
-    return x.device.type == "cpu" and torch.is_grad_enabled()
+    return x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _inverse_size(x: Tensor, eps: float) -> Tensor:

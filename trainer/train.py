@@ -234,18 +234,28 @@ class Trainer:
             of = compiling.facts(self.device, self.config)
             place = compiling.cache_directory(s.cache, of, fresh=s.fresh_compile_cache)
             self.monitor.phase("compiling", f"cache {place}")
-        said = worst.try_out(
-            self.reader,
-            self.device,
-            self.drafter,
-            lambda batch: self._gradient(batch, Interval()),
-            self.monitor,
-        )
+        try:
+            said = self._worst_step()
+        except Exception as error:
+            why = compiling.why_failed(error) if self.compiled else None
+            if why is None:
+                raise
+            if s.compile == "on":
+                raise InputError(f"--compile on: it does not work here ({why}); give --compile off") from None
+            say(f"warning: torch.compile does not work here ({why}), so the drafter runs uncompiled")
+            self.compiled, self.draft = False, compiling.drafting(self.drafter, self.attend, compiled=False)
+            said = self._worst_step()
         self.feature_check.read()  # of documents that are none
         if self.compiled:
             pieces, seconds = self.compilations.new(), time.monotonic() - began
             say(f"compiled {pieces} pieces of code in {seconds:.0f} s, kept in {place}")
         say(said)
+
+    def _worst_step(self) -> str:
+        def gradient(batch: Batch) -> None:
+            self._gradient(batch, Interval())
+
+        return worst.try_out(self.reader, self.device, self.drafter, gradient, self.monitor)
 
     def _step(self, interval: Interval) -> float:
         """One optimiser step; returns its learning rate."""

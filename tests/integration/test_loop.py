@@ -4,6 +4,7 @@ changed.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +16,10 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer import config, train
+from trainer import compiling, config, train
 from trainer.__main__ import main
 from trainer.data import write_completions
 from trainer.modeldir import tokenizer_digest
@@ -111,6 +113,36 @@ def test_torch_itself_says_so_on_a_cpu(made: Callable[..., Trainer], monkeypatch
     monkeypatch.setattr(Trainer, "_gradient", lambda *_: torch.empty(1 << 55))
     with pytest.raises(train.InputError, match="does not fit into the memory of cpu"):
         trainer._try_out()
+
+
+@pytest.mark.parametrize(("choice", "code"), [("auto", 0), ("on", 2)])
+def test_what_cannot_be_compiled_runs_uncompiled_unless_that_was_asked_for(
+    made: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    choice: str,
+    code: int,
+) -> None:
+    trainer = made()
+    trainer.settings = dataclasses.replace(trainer.settings, compile=choice)
+    trainer.compiled = True  # as on a GPU
+
+    def broken(*_: object) -> None:
+        raise BackendCompilerFailed(lambda: None, RuntimeError("no C++ compiler was found\nand more"), None)
+
+    trainer.draft = broken  # type: ignore[assignment]
+    monkeypatch.setattr(compiling, "cache_directory", lambda *_, **__: Path("/nowhere"))
+    if code:
+        with pytest.raises(
+            train.InputError, match=r"--compile on: it does not work here .*give --compile off"
+        ):
+            trainer._try_out()
+        return
+    trainer._try_out()
+    said = capsys.readouterr().out
+    assert "warning: torch.compile does not work here (" in said
+    assert "so the drafter runs uncompiled\nthe largest micro-batch fits" in said
+    assert not trainer.compiled
 
 
 # -- numbers that are none ---------------------------------------------------------------------------------
