@@ -51,7 +51,7 @@ ANSWERED = [*CHAT, {"role": "assistant", "content": "friend"}]
         ("a.json", '["hello there", [5, 6], {"text": "friend"}]', {"a": [[3, 4], [5, 6], [5]]}),
         ("a.json", '{"x": ["hello"], "y": [[7]]}', {"x": [[3]], "y": [[7]]}),
         ("HumanEval.jsonl", LINES, {"HumanEval": [[3, 4], [5]]}),
-        ("HumanEval.jsonl.gz", gzip.compress(LINES.encode()), {"HumanEval": [[3, 4], [5]]}),
+        ("HumanEval.jsonl.gz", gzip.compress(LINES.encode(), mtime=0), {"HumanEval": [[3, 4], [5]]}),
         ("one.jsonl", '{"question": "hello"}\n', {"one": [[3]]}),
         ("lines", '"hello"\n[1, 2]\n', {"lines": [[3], [1, 2]]}),
         ("a.txt", "hello there\n\n  friend\n", {"a": [[3, 4], [5]]}),
@@ -86,7 +86,7 @@ def test_with_chat_a_text_is_a_users_message(target: Path, tmp_path: Path) -> No
         ("a.json", '[[1], {"solution": "x"}]', "prompt 1 of 'a' has none of the keys prompt, messages"),
         ("a.json", '[{"messages": [{"role": "assistant", "content": "x"}]}]', "has no message to answer"),
         ("a.json", '[{"messages": "hello"}]', "has messages that are no list of objects"),
-        ("a.jsonl.gz", gzip.compress(LINES.encode())[:-9], "is a damaged gzip file"),
+        ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "is a damaged gzip file"),
         ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
     ],
 )
