@@ -22,17 +22,14 @@ from torch import Tensor
 
 from trainer.attention import Attend, two_part_attention
 from trainer.blocks import Blocks
+from trainer.config import Settings
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
+from trainer.errors import InputError
 
 BACKEND = "inductor"
-CODE = (
-    "attention",
-    "blocks",
-    "drafter",
-    "elementwise",
-    "flex",
-)  # modules of this package whose change makes other kernels
+# Modules of this package whose change makes other kernels.
+CODE = ("attention", "blocks", "drafter", "elementwise", "flex")
 
 
 def wanted(choice: str, device: torch.device) -> bool:
@@ -71,25 +68,62 @@ def cache_directory(cache: Path, of: dict[str, Any], *, fresh: bool = False) -> 
     return place
 
 
-def drafting(
-    drafter: Drafter, attend: Attend, *, compiled: bool
-) -> Callable[[Tensor, Blocks, Tensor], Tensor]:
-    """What turns (embeddings [N, B, H], blocks, taps [b, C, K·H]) into hidden states [N, B, H].
+class Drafting:
+    """The drafter as training runs it: from (embeddings [N, B, H], blocks, taps [b, C, K·H]) to hidden states
+    [N, B, H], compiled or not, with the execution of attention that the device has.
 
-    Compiled, at its first call, sizes that change become variables after their first change, so that the few
-    shapes of training do not each compile anew. Attention by tiles stays as it is: its sizes are others in
-    every micro-batch.
+    Compiled, at the first call, sizes that change become variables after their first change, so that the few
+    shapes of training do not each compile anew.
     """
-    if compiled:  # flex_attention has its kernel compiled by itself, and keeps its mask from layer to layer
-        attend = torch.compiler.disable(attend, recursive=attend is two_part_attention)
 
-    def draft(embeddings: Tensor, blocks: Blocks, taps: Tensor) -> Tensor:
-        return drafter(embeddings, blocks, drafter.fuse(taps), attend)
+    def __init__(
+        self, drafter: Drafter, settings: Settings, device: torch.device, report: Callable[[str], None]
+    ) -> None:
+        self._drafter = drafter
+        self._choice = settings.compile
+        self._report = report
+        self.compiled = wanted(settings.compile, device)
+        self.cache: Path | None = None
+        self._attend: Attend = two_part_attention
+        if self.compiled or device.type == "cuda":  # before anything is compiled, flex_attention too
+            of = facts(device, drafter.config)
+            self.cache = cache_directory(settings.cache, of, fresh=settings.fresh_compile_cache)
+        if device.type == "cuda":
+            from trainer import flex  # takes a second to import, which a CPU need not wait for
 
-    if not compiled:
+            c = drafter.config
+            shared = c.num_attention_heads // c.num_key_value_heads
+            self._attend = flex.choose(device, c.num_key_value_heads, shared, c.head_dim, report)
+        self._run = self._compiled() if self.compiled else self._plain(self._attend)
+
+    def _plain(self, attend: Attend) -> Callable[[Tensor, Blocks, Tensor], Tensor]:
+        drafter = self._drafter
+
+        def draft(embeddings: Tensor, blocks: Blocks, taps: Tensor) -> Tensor:
+            return drafter(embeddings, blocks, drafter.fuse(taps), attend)
+
         return draft
-    torch._dynamo.config.recompile_limit = 64  # beyond it torch would go on uncompiled without a word
-    return torch.compile(draft, backend=BACKEND)
+
+    def _compiled(self) -> Callable[[Tensor, Blocks, Tensor], Tensor]:
+        # Attention by tiles stays as it is: its sizes are others in every micro-batch. flex_attention has its
+        # kernel compiled by itself, and keeps its mask from layer to layer.
+        own = self._attend is two_part_attention
+        attend = torch.compiler.disable(self._attend, recursive=own)
+        torch._dynamo.config.recompile_limit = 64  # beyond it torch would go on uncompiled without a word
+        return torch.compile(self._plain(attend), backend=BACKEND)
+
+    def __call__(self, embeddings: Tensor, blocks: Blocks, taps: Tensor) -> Tensor:
+        return self._run(embeddings, blocks, taps)
+
+    def give_up(self, error: Exception) -> None:
+        """Go on uncompiled if `error` is of compiling and that was not asked for; else raise."""
+        why = why_failed(error) if self.compiled else None
+        if why is None:
+            raise error
+        if self._choice == "on":
+            raise InputError(f"--compile on: it does not work here ({why}); give --compile off") from None
+        self._report(f"warning: torch.compile does not work here ({why}), so the drafter runs uncompiled")
+        self.compiled, self._run = False, self._plain(self._attend)
 
 
 def why_failed(error: BaseException) -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer.anchors import draw, share, valid_anchors
 from trainer.blocks import Blocks
 from trainer.completions import Completions, Document, write_completions
+from trainer.config import Settings
 from trainer.errors import InputError
 from trainer.packing import pack, rounded
 
@@ -103,6 +104,21 @@ class Portions:
     sliding_window: int | None = None  # of the drafter's attention
     seed: int = 0
     packing: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings, mask_token_id: int) -> Portions:
+        return cls(
+            token_budget=settings.token_budget,
+            max_batch_size=settings.max_batch_size,
+            max_seq_len=settings.max_seq_len,
+            block_size=settings.block_size,
+            max_anchors=settings.max_anchors,
+            gamma=settings.decay,
+            mask_token_id=mask_token_id,
+            sliding_window=settings.sliding_window,
+            seed=settings.seed,
+            packing=settings.packing,
+        )
 
 
 @dataclass(frozen=True)

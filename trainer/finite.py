@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import InputError
+from trainer.monitor import say
 
 NOT_FINITE = 3  # exit code of a training that can only go on with other settings
 
@@ -100,3 +101,22 @@ class LostSteps:
                 "or without the documents that were named"
             )
         return new
+
+
+class Watch:
+    """Both for a run: what is noted in its steps, and said when there is time for it."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.features = FeatureCheck()
+        self.steps = LostSteps(most, device)
+
+    def look(self, step: int) -> None:
+        """Say what of the steps up to `step` came to nothing. Raises Diverged if it is too much."""
+        for document in self.features.read():
+            say(
+                f"warning: document {document}: the target's features are not finite, so a step that it is "
+                "in changes nothing"
+            )
+        if lost := self.steps.read():
+            which = f"{lost} of the steps up to step {step}" if lost > 1 else f"step {step}"
+            say(f"warning: {which} had a gradient that is not finite and changed nothing")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from trainer import checkpoint, compiling, evaluation, gpu, resuming, roles, worst
-from trainer.attention import Attend, two_part_attention
 from trainer.closed_form import Terms
 from trainer.config import Settings
 from trainer.data import Batch, Portions, Reader
@@ -21,7 +20,7 @@ from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 from trainer.evaluating import Evaluations
 from trainer.features import Features
-from trainer.finite import FeatureCheck, LostSteps, first_not_finite
+from trainer.finite import Watch, first_not_finite
 from trainer.foreign import open_completions
 from trainer.loss import Objective, Visit, teacher_rows
 from trainer.metrics import TOP, Tally
@@ -103,13 +102,7 @@ class Trainer:
         if settings.init_from_target:
             self.drafter.init_from_target(self.target.model)
         self.drafter.to(self.device)
-        self.attend: Attend = two_part_attention
-        if self.device.type == "cuda":
-            from trainer import flex  # takes a second to import, which a CPU need not wait for
-
-            heads = self.config.num_key_value_heads
-            shared = self.config.num_attention_heads // heads
-            self.attend = flex.choose(self.device, heads, shared, self.config.head_dim, say)
+        self.draft = compiling.Drafting(self.drafter, settings, self.device, say)
         self.optimizer = Optimizer(self.drafter, settings.weight_decay, settings.optimizer)
         self.objective = Objective(
             self.target.lm_head,
@@ -118,30 +111,12 @@ class Trainer:
             dpace=settings.dpace,
         )
         self.tally = Tally(settings.block_size, self.device, settings.sample_blocks)
-        self.reader = Reader(
-            self.completions,
-            Portions(
-                token_budget=settings.token_budget,
-                max_batch_size=settings.max_batch_size,
-                max_seq_len=settings.max_seq_len,
-                block_size=settings.block_size,
-                max_anchors=settings.max_anchors,
-                gamma=settings.decay,
-                mask_token_id=self.config.mask_token_id,
-                sliding_window=settings.sliding_window,
-                seed=settings.seed,
-                packing=settings.packing,
-            ),
-        )
+        self.reader = Reader(self.completions, Portions.of(settings, self.config.mask_token_id))
         self.ahead = Prefetch(self.reader, self.device)
         soft = self.objective.terms.soft
         self.features = Features(self.target, self.reader, keep=settings.cache_features, keep_last=soft)
         self.noise = Noise(settings.noise_start, settings.noise_end, settings.noise_type, settings.seed)
-        self.feature_check = FeatureCheck()
-        self.lost = LostSteps(settings.max_nonfinite_steps, self.device)
-        self.compiled = compiling.wanted(settings.compile, self.device)
-        self.draft = compiling.drafting(self.drafter, self.attend, compiled=self.compiled)
-        self.compilations = compiling.Compilations()
+        self.watch = Watch(settings.max_nonfinite_steps, self.device)
         name = resuming.target_name(target_digest(target_dir), toy=settings.target_model == "toy")
         self.evaluations = Evaluations(
             settings,
@@ -158,11 +133,7 @@ class Trainer:
             epoch=0,
             total=0,  # until it is known where the run begins
             run_id=monitor.run_id,
-            settings={
-                **settings.learning(),
-                "data": self.completions.digest,
-                "target": name,
-            },
+            settings={**settings.learning(), "data": self.completions.digest, "target": name},
         )
         self.saving = Saving(settings, monitor, self.state, self.drafter, self.optimizer)
 
@@ -226,36 +197,12 @@ class Trainer:
         return max(1, self.state.step, min(steps, self.settings.max_steps or steps))
 
     def _try_out(self) -> None:
-        """The worst step, of which nothing is learnt: what does not fit into memory shows now, and what is to
-        be compiled is.
-        """
-        s, began = self.settings, time.monotonic()
-        if self.compiled:
-            of = compiling.facts(self.device, self.config)
-            place = compiling.cache_directory(s.cache, of, fresh=s.fresh_compile_cache)
-            self.monitor.phase("compiling", f"cache {place}")
-        try:
-            said = self._worst_step()
-        except Exception as error:
-            why = compiling.why_failed(error) if self.compiled else None
-            if why is None:
-                raise
-            if s.compile == "on":
-                raise InputError(f"--compile on: it does not work here ({why}); give --compile off") from None
-            say(f"warning: torch.compile does not work here ({why}), so the drafter runs uncompiled")
-            self.compiled, self.draft = False, compiling.drafting(self.drafter, self.attend, compiled=False)
-            said = self._worst_step()
-        self.feature_check.read()  # of documents that are none
-        if self.compiled:
-            pieces, seconds = self.compilations.new(), time.monotonic() - began
-            say(f"compiled {pieces} pieces of code in {seconds:.0f} s, kept in {place}")
-        say(said)
-
-    def _worst_step(self) -> str:
         def gradient(batch: Batch) -> None:
             self._gradient(batch, Interval())
 
-        return worst.try_out(self.reader, self.device, self.drafter, gradient, self.monitor)
+        worst.rehearse(self.reader, self.device, self.drafter, self.draft, gradient, self.monitor)
+        self.watch.features.read()  # of documents that are none
+        self.compilations = compiling.Compilations()
 
     def _step(self, interval: Interval) -> float:
         """One optimiser step; returns its learning rate."""
@@ -275,9 +222,9 @@ class Trainer:
         rate = learning_rate(self.state.step, self.total, s.lr, s.warmup_ratio)
         with interval.part("optimizer"):
             if labels:
-                self.lost.note(self.optimizer.step(rate, weight, s.grad_clip))
-        if self.lost.due:
-            self._look()
+                self.watch.steps.note(self.optimizer.step(rate, weight, s.grad_clip))
+        if self.watch.steps.due:
+            self.watch.look(self.state.step)
         interval.steps += 1
         interval.tokens += tokens
         self.monitor.step_done(self.state.step, time.perf_counter() - started, tokens)
@@ -307,7 +254,7 @@ class Trainer:
         with interval.part("target"):
             taps, last = self.features(batch)
             taps = taps[:, : batch.blocks.context_length]
-            self.feature_check.note(taps, batch.spans)
+            self.watch.features.note(taps, batch.spans)
             if self.noise:
                 epoch = self.state.micro_batch // self.reader.batches_per_epoch
                 strength = self.noise.strength(self.state.step + 1, self.total)
@@ -329,24 +276,11 @@ class Trainer:
             visit.loss.backward()
         return visit, last
 
-    def _look(self) -> None:
-        """Say what of the steps since the last look came to nothing. Raises Diverged if it is too much."""
-        for document in self.feature_check.read():
-            say(
-                f"warning: document {document}: the target's features are not finite, so a step that it is "
-                "in changes nothing"
-            )
-        if lost := self.lost.read():
-            which = (
-                f"{lost} of the steps up to step {self.state.step}" if lost > 1 else f"step {self.state.step}"
-            )
-            say(f"warning: {which} had a gradient that is not finite and changed nothing")
-
     def _log(self, interval: Interval, rate: float) -> None:
-        self._look()
+        self.watch.look(self.state.step)
         record = {
             **interval.summary(rate, self.monitor.memory(), self.tally.read()),
-            "nonfinite_steps": self.lost.total,
+            "nonfinite_steps": self.watch.steps.total,
         }
         if pieces := self.compilations.new():
             say(f"compiled {pieces} more pieces of code since the line before")
@@ -380,8 +314,8 @@ class Trainer:
 
     def _save_by_itself(self) -> None:
         """The save that is due every so many steps; of a run that diverges there is a better one already."""
-        self._look()
-        if self.lost.in_a_row:
+        self.watch.look(self.state.step)
+        if self.watch.steps.in_a_row:
             say(f"no checkpoint at step {self.state.step}, whose gradient was not finite")
         else:
             self._save()

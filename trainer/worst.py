@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,9 +10,10 @@ import torch
 from torch import nn
 
 from trainer.blocks import Blocks
+from trainer.compiling import Compilations, Drafting
 from trainer.data import CONTEXT_BUCKET, Batch, Reader
 from trainer.errors import InputError
-from trainer.monitor import Monitor
+from trainer.monitor import Monitor, say
 
 
 def worst_batches(reader: Reader) -> list[Batch]:
@@ -55,17 +57,42 @@ def _positions(rows: int, length: int) -> torch.Tensor:
     return torch.arange(length).repeat(rows, 1)
 
 
-def try_out(
+def rehearse(
+    reader: Reader,
+    device: torch.device,
+    drafter: nn.Module,
+    drafting: Drafting,
+    gradient: Callable[[Batch], object],
+    monitor: Monitor,
+) -> None:
+    """The worst step with `gradient`, of which nothing is learnt; says what came of it. What does not fit
+    into memory shows now, and what is to be compiled is.
+
+    Raises InputError if a micro-batch does not fit, or if compiling was asked for and does not work.
+    """
+    began, compilations = time.monotonic(), Compilations()
+    if drafting.compiled:
+        monitor.phase("compiling", f"cache {drafting.cache}")
+    try:
+        said = _try_out(reader, device, drafter, gradient, monitor)
+    except InputError:
+        raise
+    except Exception as error:
+        drafting.give_up(error)
+        said = _try_out(reader, device, drafter, gradient, monitor)
+    if drafting.compiled:
+        pieces, seconds = compilations.new(), time.monotonic() - began
+        say(f"compiled {pieces} pieces of code in {seconds:.0f} s, kept in {drafting.cache}")
+    say(said)
+
+
+def _try_out(
     reader: Reader,
     device: torch.device,
     drafter: nn.Module,
     gradient: Callable[[Batch], object],
     monitor: Monitor,
 ) -> str:
-    """Once through the largest micro-batches with `gradient`, of which nothing is learnt.
-
-    Returns what came of it, for people. Raises InputError if one does not fit into memory.
-    """
     tried = ""
     for batch in worst_batches(reader):
         try:

@@ -4,7 +4,6 @@ changed.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +18,10 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer import compiling, config, train
+from trainer import config, train
 from trainer.__main__ import main
-from trainer.data import write_completions
+from trainer.data import Batch, write_completions
+from trainer.finite import LostSteps
 from trainer.modeldir import tokenizer_digest
 from trainer.monitor import Interval, Monitor, StopSignal
 from trainer.target import Target
@@ -124,14 +124,12 @@ def test_what_cannot_be_compiled_runs_uncompiled_unless_that_was_asked_for(
     code: int,
 ) -> None:
     trainer = made()
-    trainer.settings = dataclasses.replace(trainer.settings, compile=choice)
-    trainer.compiled = True  # as on a GPU
 
     def broken(*_: object) -> None:
         raise BackendCompilerFailed(lambda: None, RuntimeError("no C++ compiler was found\nand more"), None)
 
-    trainer.draft = broken  # type: ignore[assignment]
-    monkeypatch.setattr(compiling, "cache_directory", lambda *_, **__: Path("/nowhere"))
+    # As on a GPU.
+    trainer.draft._choice, trainer.draft.compiled, trainer.draft._run = choice, True, broken  # type: ignore[assignment]
     if code:
         with pytest.raises(
             train.InputError, match=r"--compile on: it does not work here .*give --compile off"
@@ -142,7 +140,7 @@ def test_what_cannot_be_compiled_runs_uncompiled_unless_that_was_asked_for(
     said = capsys.readouterr().out
     assert "warning: torch.compile does not work here (" in said
     assert "so the drafter runs uncompiled\nthe largest micro-batch fits" in said
-    assert not trainer.compiled
+    assert not trainer.draft.compiled
 
 
 # -- numbers that are none ---------------------------------------------------------------------------------
@@ -236,17 +234,22 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_micro_batch_makes_the_host_wait_for_a_gpu(made: Callable[..., Trainer]) -> None:
-    trainer = made(noise_start=0.1)
-    batch = trainer.reader.batch(0)
-    # Without the target's own pass: transformers looks at the positions of its input, once.
-    found = trainer.features(batch)
-    trainer.features = lambda batch: found  # type: ignore[assignment]
-    assert trainer.tally.due()
+def test_no_step_makes_the_host_wait_for_a_gpu(
+    made: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the target's own pass (transformers looks at the positions of its input, once), and for the
+    look at lost steps, which a CPU has in each step and a GPU now and then.
+    """
+    trainer = made(noise_start=0.1, grad_accum=2, use_soft_labels=True, cap_lambda=0.1)
+    batches = [trainer.reader.batch(number) for number in range(2)]
+    features = {id(batch): trainer.features(batch) for batch in batches}
+    monkeypatch.setattr(trainer.ahead, "batch", lambda number: batches[number])
+    monkeypatch.setattr(Batch, "to", lambda self, device: self)
+    monkeypatch.setattr(trainer, "features", lambda batch: features[id(batch)])
+    monkeypatch.setattr(LostSteps, "due", False)
     with Waits() as waits:
-        trainer._micro_batch(batch, Interval())  # with all that is looked at now and then
-        trainer._micro_batch(batch, Interval())
-        trainer.lost.note(torch.ones(()))
+        trainer._step(Interval())
+    assert trainer.state.step == 1
     assert waits.seen == []
     with Waits() as waits:  # that it would be noticed
         float(torch.ones(()))

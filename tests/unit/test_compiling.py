@@ -12,8 +12,8 @@ import torch
 from test_export import CONFIG, drafter
 
 from trainer import compiling
-from trainer.attention import two_part_attention
 from trainer.blocks import Blocks
+from trainer.config import Settings
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,23 @@ def test_other_code_has_another_cache(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_environment")
 def test_compiled_drafting_is_the_same_and_what_was_compiled_is_counted(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the backend that only traces: a C++ compiler would take a minute. By hand: --compile on."""
     monkeypatch.setattr(compiling, "BACKEND", "eager")
     made = drafter(dataclasses.replace(CONFIG, num_hidden_layers=1))
     count = compiling.Compilations()
-    plain, compiled = (compiling.drafting(made, two_part_attention, compiled=one) for one in (False, True))
+    cpu, settings = torch.device("cpu"), Settings(target_model="toy", cache_dir=str(tmp_path))
+    plain, compiled = (
+        compiling.Drafting(made, dataclasses.replace(settings, compile=choice), cpu, print)
+        for choice in ("auto", "on")
+    )
+    assert (plain.compiled, plain.cache) == (False, None)
+    assert compiled.cache is not None
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{compiled.cache}/inductor"
     blocks = Blocks.build([0, 1], [3, 9], 4)
     embeddings, taps = torch.randn(2, 4, 32), torch.randn(2, 24, 64)
     torch.testing.assert_close(compiled(embeddings, blocks, taps), plain(embeddings, blocks, taps))
