@@ -71,7 +71,16 @@ class Problem:
         length = blocks + size
         self.states = torch.randn(1, length, width) * 2
         self.batch = Batch(
-            [0], torch.zeros(1, length), [length], arranged, labels, labels, weights, self.rows
+            documents=[0],
+            places=[(0, 0)],
+            lengths=[length],
+            input_ids=torch.zeros(1, length, dtype=torch.int64),
+            positions=None,
+            blocks=arranged,
+            block_ids=labels,
+            labels=labels,
+            weights=weights.expand(self.shape),
+            rows=self.rows,
         )
 
     def _visit(self, objective: Any, top: int = 0) -> Any:
@@ -108,7 +117,7 @@ class Problem:
         self.hidden.grad = None
         visit = self._visit(self.hard, top)
         (visit.loss / visit.weight).backward()
-        tally.add(visit, self.batch)
+        tally.add(visit, self.rows, self.batch.blocks)
         if top:
             tally.look(visit, self.batch, self.states, self.hard.choices)
             tally.read()

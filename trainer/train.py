@@ -287,7 +287,9 @@ class Trainer:
         say(line(self.state.step, self.total, record))
         self.monitor.record(record)
         self.records.write(self.state.step, {"kind": "training", **record, "epoch": self.state.epoch})
-        if warning := self.tally.warning():
+        # What measured data says of itself was said at the start; what the target sampled is its own.
+        known = self.completions.meta.keys() & {"agreement", "regenerated"}
+        if (warning := self.tally.warning()) and not known:
             say(f"warning: {warning}")
 
     # -- stop, save, resume ---------------------------------------------------------------------------

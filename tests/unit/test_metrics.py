@@ -126,10 +126,13 @@ def looked() -> tuple[dict[str, Any], dict[str, Any]]:
         for slot in range(1, size):
             if anchor + slot < 16 and (i, slot) != (1, 3):
                 weights[i, slot] = 1
-                choice = own[blocks.rows[i], anchor + slot - 1]
-                labels[i, slot] = choice if (i + slot) % 3 else (choice + 1) % V
-                if (i + slot) % 2:  # there the drafter says what the target does
-                    hidden[i * size + slot] = last[blocks.rows[i], anchor + slot - 1]
+                # The drafter is more or less of the target's mind, and the label somewhere in its list.
+                at = i * size + slot
+                state = last[blocks.rows[i], anchor + slot - 1]
+                hidden[at] = state + (0.3 if at % 2 else 1.2) * hidden[at]
+                labels[i, slot] = (hidden[at] @ head.T).argsort(descending=True)[
+                    (0, 1, 0, 2, 0, 4, 8, 16)[at % 8]
+                ]
     rows = torch.from_numpy(np.flatnonzero(weights))
     made = Batch(
         [0, 1], [(0, 0), (1, 0)], [16, 16], torch.zeros(2, 16), None, blocks, labels, labels, weights, rows
