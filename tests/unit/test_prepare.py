@@ -241,9 +241,11 @@ def test_what_a_killed_writer_left_is_no_data_and_does_not_stop_the_next(tmp_pat
     meta = {"tokenizer": "x", "target": "y"}
     reading, writing = os.pipe()
     if not (child := os.fork()):
+        completions.SHARD_BYTES = 1
         with Writer(tmp_path / "d", meta) as writer:
-            writer.add([1, 2, 3], [0, 1, 1])
-            writer._flush()
+            for _ in range(2):  # two files
+                writer.add([1, 2, 3], [0, 1, 1])
+                writer._flush()
             os.write(writing, b"x")
             time.sleep(60)
         os._exit(0)
@@ -257,6 +259,7 @@ def test_what_a_killed_writer_left_is_no_data_and_does_not_stop_the_next(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == [".d.partial"]
     completions.write_completions(tmp_path / "d", [([4, 5], [0, 1])], meta)
     assert Completions.open(tmp_path / "d").document(0)[0].tolist() == [4, 5]
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["00000.arrow", "data.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
