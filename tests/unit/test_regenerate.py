@@ -15,7 +15,7 @@ import tiny
 import torch
 
 from trainer import generate as generation
-from trainer import regenerate
+from trainer import prepare, regenerate
 from trainer.agreement import measure
 from trainer.chat import Chat
 from trainer.completions import Completions, write_completions
@@ -34,6 +34,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def target(home: Path) -> Target:
     return Target.load(home)
+
+
+@pytest.fixture(autouse=True)
+def _loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    """The model is loaded once, not by every command, but in the first test of a whole one."""
+    if request.function is not test_every_label_is_what_the_target_would_say:
+        monkeypatch.setattr(prepare, "_load", lambda given: target)
 
 
 def conversations(count: int = 9) -> list[dict[str, Any]]:
