@@ -94,6 +94,8 @@ def _adopt(directory: Path, files: list[str], kept: Path, say: Callable[[str], N
             meta = {**_described(directory), **_counted(columns), "shards": files}
         except ValueError as error:
             raise InputError(f"--data-dir {directory}: {error}") from None
+        if not meta["documents"]:
+            raise InputError(f"--data-dir {directory}: there is not one document in it")
         meta["sha256"] = [sha256(directory / name) for name in files]
         temporary = kept.with_suffix(f".{os.getpid()}.new")
         temporary.write_text(json.dumps(meta) + "\n", encoding="utf-8")

@@ -23,13 +23,13 @@ from typing import Any, NoReturn
 from trainer import device
 from trainer.chat import Chat, show
 from trainer.completions import Writer
-from trainer.config import DEVICE, Kind, integer, number, one_of
+from trainer.config import DEVICE, Kind, integer, number
 from trainer.conversations import input_files, rows
 from trainer.errors import InputError
 from trainer.journal import PERIOD, forget
 from trainer.modeldir import check_weights, read_config, tokenizer_digest
 from trainer.ordered import available, ordered
-from trainer.report import Report
+from trainer.report import Report, visible
 from trainer.tokenise import Rules, chunks, tokenise
 
 # As in trainer/__main__.py: idle OpenMP threads sleep instead of spinning; set before torch is imported.
@@ -43,6 +43,14 @@ THINKING = {"auto": None, "on": True, "off": False}
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(message.replace("the following arguments are required", "missing"))
+
+
+class _Help(argparse.HelpFormatter):
+    """Shows defaults, where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        none = any(action.default is value for value in (None, False, argparse.SUPPRESS))
+        return (action.help or "") + ("" if none else " (default: %(default)s)")
 
 
 def _kind(kind: Kind) -> Any:
@@ -60,9 +68,9 @@ def _kind(kind: Kind) -> Any:
 def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="python -m trainer.prepare",
-        description=(__doc__ or "").split("\n")[0],
+        description="Turns conversations into tokenised completions, which a drafter is trained on.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     flag = made.add_argument
     flag("--target-model", required=True, metavar="DIR", help="whose tokenizer and template to use")
@@ -88,7 +96,12 @@ def parser() -> argparse.ArgumentParser:
         help="answers that the template shows otherwise in later turns get documents of their own",
     )
     flag("--skip-bad", action="store_true", help="count lines that are not valid JSON instead of ending")
-    flag("--workers", type=_kind(integer(1, 1024)), metavar="N", help="processes that tokenise")
+    flag(
+        "--workers",
+        type=_kind(integer(1, 1024)),
+        metavar="N",
+        help=f"processes that tokenise (default: one for each processor, at most {MOST_WORKERS})",
+    )
     flag(
         "--measure-agreement",
         nargs="?",
@@ -98,8 +111,14 @@ def parser() -> argparse.ArgumentParser:
         help="measure on N labels how many are what the target would write; without --input of data that is "
         f"there (N: {AGREEMENT_TOKENS})",
     )
-    flag("--dtype", type=_kind(one_of("float32", "bfloat16")), default="float32", help="of the target")
-    flag("--device", type=_kind(DEVICE), default="auto", help="of the target; auto: a GPU if there is one")
+    flag("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the target")
+    flag(
+        "--device",
+        type=_kind(DEVICE),
+        default="auto",
+        metavar="NAME",
+        help="of the target: cpu, cuda or cuda:N; auto: a GPU if there is one",
+    )
     more = made.add_argument_group("answers by the target").add_argument
     more("--regenerate", action="store_true", help="let the target write the answers anew")
     more(
@@ -199,7 +218,7 @@ def _write(given: argparse.Namespace, files: list[Path], chat: Chat, model: Any,
 def say(text: str) -> None:
     """A line on stdout; if nobody reads it any more, or its disk is full, the work goes on without."""
     try:
-        print(text, flush=True)
+        print(visible(text), flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -229,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         prepare(argv)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         print("interrupted: no data was written; what --regenerate has is kept", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,6 +10,14 @@ from typing import Any
 
 EXAMPLES = 3  # places told for each reason
 REASONS = 24  # told apart; a template may put into its refusal what it refuses
+
+# What could move the cursor, change colours or turn the direction of writing: the input is anybody's text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """`text` for a terminal: control characters as ``\\x1b``, but for line ends and tabs."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 @dataclass

@@ -137,6 +137,18 @@ def test_what_is_no_data_is_refused_in_one_sentence(place: Path, made: pa.Table 
     assert [path for path in (place / "cache").iterdir() if path.suffix != ".lock"] == []
 
 
+def test_arrow_without_a_document_or_cut_off_is_refused(place: Path) -> None:
+    made = table(kind=pa.int64())
+    arrow_stream(place / "theirs" / "a.arrow", made.slice(0, 0))
+    with pytest.raises(InputError, match="there is not one document in it"):
+        opened(place)
+    arrow_stream(place / "theirs" / "a.arrow", made)
+    whole = (place / "theirs" / "a.arrow").read_bytes()
+    (place / "theirs" / "a.arrow").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"a\.arrow is damaged"):
+        opened(place)
+
+
 def test_ours_without_its_description_is_not_taken_for_anothers(place: Path) -> None:
     write_completions(place / "ours", ROWS, {"tokenizer": "x", "target": "y"})
     (place / "ours" / "data.json").unlink()

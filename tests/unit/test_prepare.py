@@ -117,6 +117,14 @@ def test_what_cannot_be_used_is_counted_by_reason_with_its_place(
     assert Completions.open(tmp_path / "d").lengths.tolist() == [90]
 
 
+def test_what_the_text_would_do_to_a_terminal_is_shown_instead(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = json.dumps({"prompt": "q", "response": "clear \x1b[2J\tthe\nscreen"})
+    assert run(target, tmp_path, [line]) == 0
+    assert "⟦clear \\x1b[2J\tthe\nscreen<|im_end|>⟧" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
