@@ -92,20 +92,31 @@ def _temperature(text: str) -> float:
 
 
 def load_drafter(directory: Path) -> Drafter:
-    """The drafter of a checkpoint, float32, on the CPU. Raises InputError if the directory is not one."""
+    """The drafter of a checkpoint, or of an export in the native format: float32, on the CPU.
+
+    Raises InputError if the directory is neither.
+    """
     from safetensors.torch import load_file
 
     from trainer.drafter import Drafter
     from trainer.drafter_config import DrafterConfig
 
     weights = directory / "drafter.safetensors"
+    if not weights.exists() and (exported := directory / "model.safetensors").exists():
+        weights = exported
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"--drafter {directory}: is no checkpoint (config.json: {error})") from None
     if wrong := check_safetensors(weights):
         raise InputError(f"--drafter {directory}: {weights.name} {wrong}")
-    drafter = Drafter(DrafterConfig.from_json(config))
+    shape = DrafterConfig.from_json(config)
+    if not 0 <= shape.mask_token_id < shape.vocab_size:
+        raise InputError(
+            f"--drafter {directory}: its mask token {shape.mask_token_id} is not in its vocabulary of "
+            f"{shape.vocab_size}, so config.json is damaged"
+        )
+    drafter = Drafter(shape)
     try:
         drafter.load_state_dict(load_file(weights))
     except RuntimeError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 import drafting
 import pytest
 import tiny
+import torch
 from drafting import PROMPTS, one_thread  # noqa: F401
 
 from trainer import decode, evaluation
@@ -122,11 +123,22 @@ def test_a_damaged_checkpoint_or_one_for_another_target_is_named(
     arguments = command(model, checkpoint, [[1]])
     weights = checkpoint / "drafter.safetensors"
     whole = weights.read_bytes()
+    exported = weights.rename(checkpoint / "model.safetensors")
+    assert torch.equal(decode.load_drafter(checkpoint).norm.weight, drafting.trained().norm.weight)
+    exported.rename(weights)
     weights.write_bytes(whole[:-10])
     assert decode.main(arguments) == 2
     assert "drafter.safetensors has" in capsys.readouterr().err
     weights.write_bytes(whole)
     settings = json.loads((checkpoint / "config.json").read_text())
+    for wrong, sentence in (
+        ({"mask_token_id": 97}, "its mask token 97 is not in its vocabulary of 97"),
+        ({"target_layer_ids": [0, 3]}, "layer 3 of a target of 4 layers cannot be tapped"),
+    ):
+        changed = {**settings, "dflash_config": {**settings["dflash_config"], **wrong}}
+        (checkpoint / "config.json").write_text(json.dumps(changed))
+        assert decode.main(arguments) == 2
+        assert sentence in capsys.readouterr().err
     (checkpoint / "config.json").write_text(json.dumps({**settings, "num_target_layers": 9}))
     assert decode.main(arguments) == 2
     assert "for a target of another shape" in capsys.readouterr().err
