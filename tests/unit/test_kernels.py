@@ -112,7 +112,7 @@ def test_a_check_of_the_settings_names_them_too(tmp_path: Path) -> None:
     target = tiny.target_directory(tmp_path / "target", tiny.qwen3_5_with_vision())
     data = tiny.data_directory(tmp_path / "data", target, 3)
     flags = tiny.flags(target, data, tmp_path / "out")
-    described, line = config_check(config.parse(flags).settings).splitlines()
+    described, line, *_ = config_check(config.parse(flags).settings).splitlines()
     assert "4 layers, width 32" in described
     assert line.startswith("2 of the target's 4 layers are recurrent · flash-linear-attention missing")
     with pytest.raises(InputError, match="--require-fast-kernels"):

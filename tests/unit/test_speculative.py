@@ -90,15 +90,15 @@ def test_the_target_is_taken_back_to_what_was_accepted(
     """Also a recurrent state, which no cut brings back; what it reads again waits for 2 or 16 positions."""
     target = drafting.target(kind)
     choice = Choice(temperature, 4)
-    longer, length = plain(target, PROMPTS[:1], 31 + BLOCK, [choice])[0][0].tokens, len(PROMPTS[0]) + 31
+    longer, length = plain(target, PROMPTS[:1], 21 + BLOCK, [choice])[0][0].tokens, len(PROMPTS[0]) + 21
     for right, unread in (([0, 2, BLOCK - 1, 1, 3], 2), ([0, 1], 16)):
         monkeypatch.setattr(cached, "LONGEST_UNREAD", unread)
         script = Scripted(longer, right)
-        found = speculative(target, script, PROMPTS[0], 31, choice)
+        found = speculative(target, script, PROMPTS[0], 21, choice)
         assert found.tokens == longer[:length]
         wanted = [right[i % len(right)] + 1 for i in range(len(found.cycles))]
         assert found.cycles[:-1] == wanted[:-1]
-        taps = target.features(torch.tensor([found.tokens]))[0][0]
+        taps = target.features(torch.tensor([longer]))[0][0]
         taken = torch.cat(script.taken)
         torch.testing.assert_close(taken, taps[: len(taken)], rtol=1e-3, atol=1e-3)
 
@@ -123,13 +123,13 @@ def test_a_target_that_was_taken_back_gives_the_logits_of_one_that_never_read_fu
 def test_a_recurrent_target_reads_accepted_tokens_again_in_front_of_the_next_guess() -> None:
     """A pass of their own for them after each guess would cost as much as the guess."""
     target = drafting.target("qwen3_5")
-    longer = plain(target, PROMPTS[:1], 31 + BLOCK)[0][0].tokens
+    longer = plain(target, PROMPTS[:1], 21 + BLOCK)[0][0].tokens
     passes = []
     hook = target.decoder.layers[0].register_forward_hook(lambda _m, i, _o: passes.append(i[0].shape[1]))
-    found = speculative(target, Scripted(longer, 1), PROMPTS[0], 31)
+    found = speculative(target, Scripted(longer, 1), PROMPTS[0], 21)
     hook.remove()
-    assert found.cycles == [2] * 15
-    assert len(passes) == 1 + 15 + 1, "the prompt, the guesses, and one pass to catch up"
+    assert found.cycles == [2] * 10
+    assert len(passes) == 1 + 10 + 1, "the prompt, the guesses, and one pass to catch up"
     assert max(passes) <= cached.LONGEST_UNREAD + BLOCK + 2
 
 
@@ -276,9 +276,9 @@ def test_the_noise_of_positions_that_are_done_is_not_kept() -> None:
 def test_sampling_follows_the_softmax_at_the_temperature() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     temperature = 0.8
-    drawn = [Choice(temperature, seed)(logits, position)[0] for seed in range(40) for position in range(100)]
+    drawn = [Choice(temperature, seed)(logits, position)[0] for seed in range(20) for position in range(80)]
     share = torch.bincount(torch.tensor(drawn), minlength=4) / len(drawn)
-    torch.testing.assert_close(share, (logits[0] / temperature).softmax(-1), rtol=0, atol=0.03)
+    torch.testing.assert_close(share, (logits[0] / temperature).softmax(-1), rtol=0, atol=0.04)
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
