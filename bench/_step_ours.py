@@ -12,6 +12,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from trainer import allocator
 from trainer.blocks import Blocks
 from trainer.data import CONTEXT_BUCKET
 from trainer.drafter import Drafter
@@ -49,6 +50,7 @@ class Drafthouse(Side):
         self.supervised = F.pad(problem.supervised, (0, s.block))
         slot = torch.arange(s.block)
         self.decay = torch.exp(-(slot - 1) / s.gamma) * (slot > 0)
+        allocator.settle()  # as the trainer does before its first step
 
     def batch(self, anchors: list[int]) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor]:
         """Blocks, their input ids, the rows that count, labels and weights: as trainer.data has them."""
@@ -64,13 +66,13 @@ class Drafthouse(Side):
         blocks, block_ids, rows, labels, weights = self.batch(anchors)
         taps = self.problem.taps[None, : blocks.context_length]
         embeddings = F.embedding(block_ids, self.problem.embedding)
-        hidden = self.drafter(embeddings, blocks, self.drafter.fuse(taps))
-        visit = self.visit(hidden.flatten(0, 1)[rows], labels, weights)
+        hidden = self.drafter(embeddings, blocks, self.drafter.fuse(taps), rows=rows)
+        visit = self.visit(hidden, labels, weights)
         visit.loss.backward()
         self.tally.add(visit, rows, blocks)
         weight = float(weights.sum())
         norm = self.optimizer.step(RATE, weight, CLIP)
-        return float(visit.loss) / weight, float(norm or 0)
+        return float(visit.loss.detach()) / weight, float(norm)
 
     def objective(self, hidden: Tensor, anchors: list[int]) -> None:
         blocks, _, rows, labels, weights = self.batch(anchors)

@@ -96,9 +96,8 @@ class _TwoPartAttention(torch.autograd.Function):
     ) -> Tensor:
         groups, _, rows, width = query.shape
         size, scale = blocks.block_size, width**-0.5
-        own = torch.matmul(query, key.transpose(-1, -2)).mul_(
-            scale
-        )  # scores, then probabilities: [G, N, R·B, B]
+        own = query.new_empty(*query.shape[:3], size)  # scores, then probabilities
+        _each_block(query, key.mT, own, scale)
         out = torch.empty_like(query)
         sizes = _widths(blocks, rows)
         probabilities = query.new_empty(groups, sum(sizes)).split(sizes, dim=1)
@@ -112,14 +111,13 @@ class _TwoPartAttention(torch.autograd.Function):
                     queries = query[group, first:last].view(-1, width)
                     _scaled_product(queries, context_key[row, group, start:end].T, scale, p[:, :length])
                 for margin in margins:
-                    slots = p.view(last - first, -1, margin.hidden.shape[1], length + size)
-                    seen = slots[..., margin.begin - start : margin.end - start]
-                    seen.masked_fill_(margin.hidden[:, None], -torch.inf)
+                    slots = p.view(last - first, -1, margin.bias.shape[2], length + size)
+                    slots[..., margin.begin - start : margin.end - start] += margin.bias
                 torch.softmax(p, -1, out=p)
                 own[group, first:last] = p[:, length:].view(last - first, rows, size)
                 values = context_value[row, group, start:end]
                 torch.mm(p[:, :length], values, out=out[group, first:last].view(-1, width))
-        out += torch.matmul(own, value)
+        _each_block(own, value, out, add=True)
         ctx.save_for_backward(query, key, value, context_key, context_value, own, *probabilities)
         ctx.blocks = blocks
         return out
@@ -131,8 +129,9 @@ class _TwoPartAttention(torch.autograd.Function):
         groups, _, rows, width = query.shape
         size, scale = blocks.block_size, width**-0.5
         d_out = gradients[0].contiguous()
-        d_own = torch.matmul(d_out, value.transpose(-1, -2))  # gradients of probabilities, then of scores
-        d_value = torch.matmul(own.transpose(-1, -2), d_out)
+        d_own, d_key, d_value = torch.empty_like(own), torch.empty_like(key), torch.empty_like(value)
+        _each_block(d_out, value.mT, d_own)  # the gradient of probabilities, then of scores
+        _each_block(own.mT, d_out, d_value)
         d_query = torch.empty_like(query)
         d_context_key = torch.zeros(context_key.shape, dtype=key.dtype, device=key.device)
         d_context_value = torch.zeros_like(d_context_key)
@@ -155,11 +154,15 @@ class _TwoPartAttention(torch.autograd.Function):
                 if length:
                     queries = query[group, first:last].view(-1, width)
                     d_context_key[row, group, start:end].addmm_(d_p[:, :length].T, queries, alpha=scale)
-        d_own *= scale
-        d_query += torch.matmul(d_own, key)
-        d_key = torch.matmul(d_own.transpose(-1, -2), query)
+        _each_block(d_own, key, d_query, scale, add=True)
+        _each_block(d_own.mT, query, d_key, scale)
         return d_query, d_key, d_value, d_context_key, d_context_value, None
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
     torch.addmm(out, left, right, beta=0, alpha=scale, out=out)  # with beta 0 what `out` held is not read
+
+
+def _each_block(left: Tensor, right: Tensor, out: Tensor, scale: float = 1.0, *, add: bool = False) -> None:
+    """`out` [G, N, …] = scale · left @ right for every key head and block, added to what it held if asked."""
+    out.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=float(add), alpha=scale)

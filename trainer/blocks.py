@@ -53,7 +53,7 @@ class Margin(NamedTuple):
 
     begin: int
     end: int
-    hidden: Tensor  # [blocks of the tile, B or 1, end - begin] bool: what must not be seen
+    bias: Tensor  # [blocks of the tile, 1, B or 1, end - begin]: -inf where it must not be seen, else 0
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,10 @@ class Blocks:
         slot = torch.arange(slots, device=device)[:, None]
         position = torch.arange(begin, end, device=device)
         anchor = self.anchors[tile.first : tile.last, None, None]
-        return Margin(begin, end, ~sees_context(position, tile.start, anchor, slot, self.window))
+        hidden = ~sees_context(position, tile.start, anchor, slot, self.window)
+        # To add a number is several times faster on a CPU than to fill where a mask is set.
+        bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+        return Margin(begin, end, bias[:, None])
 
 
 def _blocks(block_size: int) -> int:

@@ -27,6 +27,8 @@ from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 
+Run = Callable[[Tensor, Blocks, Tensor, Tensor], Tensor]
+
 BACKEND = "inductor"
 # Modules of this package whose change makes other kernels.
 CODE = ("attention", "blocks", "drafter", "elementwise", "flex")
@@ -69,8 +71,9 @@ def cache_directory(cache: Path, of: dict[str, Any], *, fresh: bool = False) -> 
 
 
 class Drafting:
-    """The drafter as training runs it: from (embeddings [N, B, H], blocks, taps [b, C, K·H]) to hidden states
-    [N, B, H], compiled or not, with the execution of attention that the device has.
+    """The drafter as training runs it: from (embeddings [N, B, H], blocks, taps [b, C, K·H], rows [M]) to the
+    hidden states [M, H] of the slots `rows`, compiled or not, with the execution of attention that the device
+    has.
 
     Compiled, at the first call, sizes that change become variables after their first change, so that the few
     shapes of training do not each compile anew.
@@ -96,15 +99,15 @@ class Drafting:
             self._attend = flex.choose(device, c.num_key_value_heads, shared, c.head_dim, report)
         self._run = self._compiled() if self.compiled else self._plain(self._attend)
 
-    def _plain(self, attend: Attend) -> Callable[[Tensor, Blocks, Tensor], Tensor]:
+    def _plain(self, attend: Attend) -> Run:
         drafter = self._drafter
 
-        def draft(embeddings: Tensor, blocks: Blocks, taps: Tensor) -> Tensor:
-            return drafter(embeddings, blocks, drafter.fuse(taps), attend)
+        def draft(embeddings: Tensor, blocks: Blocks, taps: Tensor, rows: Tensor) -> Tensor:
+            return drafter(embeddings, blocks, drafter.fuse(taps), attend, rows)
 
         return draft
 
-    def _compiled(self) -> Callable[[Tensor, Blocks, Tensor], Tensor]:
+    def _compiled(self) -> Run:
         # Attention by tiles stays as it is: its sizes are others in every micro-batch. flex_attention has its
         # kernel compiled by itself, and keeps its mask from layer to layer.
         own = self._attend is two_part_attention
@@ -112,8 +115,8 @@ class Drafting:
         torch._dynamo.config.recompile_limit = 64  # beyond it torch would go on uncompiled without a word
         return torch.compile(self._plain(attend), backend=BACKEND)
 
-    def __call__(self, embeddings: Tensor, blocks: Blocks, taps: Tensor) -> Tensor:
-        return self._run(embeddings, blocks, taps)
+    def __call__(self, embeddings: Tensor, blocks: Blocks, taps: Tensor, rows: Tensor) -> Tensor:
+        return self._run(embeddings, blocks, taps, rows)
 
     def give_up(self, error: Exception) -> None:
         """Go on uncompiled if `error` is of compiling and that was not asked for; else raise."""

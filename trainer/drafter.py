@@ -102,15 +102,19 @@ class Layer(nn.Module):
         update: Tensor | None,
         by: Rotation,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stream x [..., B, H] and what is still to be added to it, before and after this layer.
 
         `attend` mixes queries, keys and values of the block with the context. Each addition waits for the
-        norm that follows it, so that both are one pass.
+        norm that follows it, so that both are one pass. With `rows` [M], indices into all slots, only these
+        go on after the attention: [M, H] each.
         """
         x, h = self.input_layernorm(x, update)
-        mixed = attend(*self.self_attn.project(h, by))
-        x, h = self.post_attention_layernorm(x, self.self_attn.o_proj(mixed.flatten(-3)))
+        mixed = attend(*self.self_attn.project(h, by)).flatten(-3)
+        if rows is not None:
+            x, mixed = (t.flatten(0, -2).index_select(0, rows) for t in (x, mixed))
+        x, h = self.post_attention_layernorm(x, self.self_attn.o_proj(mixed))
         return x, self.mlp(h)
 
 
@@ -193,22 +197,29 @@ class Drafter(nn.Module):
         return list(zip(keys.unbind(-3), values.unbind(-3), strict=True))
 
     def forward(
-        self, block_embeddings: Tensor, blocks: Blocks, context: Tensor, attend: Attend = two_part_attention
+        self,
+        block_embeddings: Tensor,
+        blocks: Blocks,
+        context: Tensor,
+        attend: Attend = two_part_attention,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Training: all blocks of a micro-batch at once.
 
         block_embeddings [N, B, H] of [anchor token, mask, mask, …]; context [b, C, H] from `fuse`, with C at
         least `blocks.context_length`. Returns the normed hidden states [N, B, H]; times the target's output
-        head they are logits.
+        head they are logits. With `rows` [M], indices into N·B, only those of these slots, [M, H]: what no
+        later layer needs of the others is not computed.
         """
         assert blocks.window == self.config.sliding_window, "the blocks were cut for another sliding window"
         context = context[:, : blocks.context_length]
         by = self._rotation(blocks.positions, block_embeddings)
         every = self.context_keys_values(context, torch.arange(context.shape[1], device=context.device))
         x, update = block_embeddings, None
-        for layer, (keys, values) in zip(self._layers(), every, strict=True):
+        last = len(every) - 1
+        for i, (layer, (keys, values)) in enumerate(zip(self._layers(), every, strict=True)):
             mix = partial(attend, context_key=keys, context_value=values, blocks=blocks)
-            x, update = layer(x, update, by, mix)
+            x, update = layer(x, update, by, mix, rows if i == last else None)
         return self.norm(x, update)[1]
 
     def new_cache(self) -> ContextCache:

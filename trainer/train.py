@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer import checkpoint, compiling, evaluation, gpu, resuming, roles, worst
+from trainer import allocator, checkpoint, compiling, evaluation, gpu, resuming, roles, worst
 from trainer.closed_form import Terms
 from trainer.config import Settings
 from trainer.data import Batch, Portions, Reader
@@ -169,6 +169,8 @@ class Trainer:
         self.stop.install()
         self.monitor.progress(self.state.step, self.total)
         self.monitor.phase("training")
+        if self.device.type == "cpu":
+            allocator.settle()
         interval, logged = Interval(clock=self.clock), 0.0
         while self.state.step < self.total:
             if (code := self._boundary()) is not None:
@@ -261,8 +263,7 @@ class Trainer:
                 taps = self.noise.add(taps, batch.spans, epoch, strength)
             embeddings = self.target.embed(batch.block_ids)
         with interval.part("forward"):
-            hidden = self.draft(embeddings.float(), batch.blocks, taps.float())
-            rows = hidden.flatten(0, 1)[batch.rows]
+            rows = self.draft(embeddings.float(), batch.blocks, taps.float(), batch.rows)
         labels, weights = batch.labels.flatten()[batch.rows], batch.weights.flatten()[batch.rows]
         with interval.part("objective"):
             teacher = None

@@ -90,6 +90,20 @@ def test_dense_and_two_part_execution_train_alike(drafter: Drafter) -> None:
         torch.testing.assert_close(two_part, dense, atol=1e-9, rtol=1e-9)
 
 
+def test_slots_that_do_not_count_may_be_left_out(drafter: Drafter) -> None:
+    blocks = Blocks.build([0, 0, 1], [3, 4, 11], 4, slots=4)
+    embeddings, taps = inputs(drafter, blocks)
+    rows = torch.tensor([1, 2, 5, 7, 10])
+    results = []
+    for out in (
+        drafter(embeddings, blocks, drafter.fuse(taps)).flatten(0, 1)[rows],
+        drafter(embeddings, blocks, drafter.fuse(taps), rows=rows),
+    ):
+        results.append((out, *torch.autograd.grad(out.pow(3).sum(), list(drafter.parameters()))))
+    for all_slots, some in zip(*results, strict=True):
+        torch.testing.assert_close(some, all_slots, atol=2e-4, rtol=2e-5)
+
+
 def test_no_feature_at_or_after_the_anchor_reaches_the_block(drafter: Drafter) -> None:
     blocks = Blocks.build([0, 0, 1], [6, 8, 10], 4)
     embeddings, taps = inputs(drafter, blocks)
