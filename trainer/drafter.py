@@ -41,7 +41,8 @@ def rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) ->
     precise = torch.promote_types(dtype, torch.float32)
     steps = torch.arange(0, width, 2, dtype=precise, device=positions.device)
     angles = positions[..., None, None].to(precise) * theta ** (-steps / width)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 class Attention(nn.Module):

@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-Rotation = tuple[Tensor, Tensor]  # cosine and sine, [..., 1, d/2]: one angle for all heads of a position
+# Rotary angles [..., 1, d], the same for all heads of a position. Halves of a head are paired (as in Llama and
+# Qwen), not neighbours: (left, right) becomes (left · cos - right · sin, right · cos + left · sin), which is
+# x · (cos, cos) + swapped x · (-sin, sin). These are the two factors.
+Rotation = tuple[Tensor, Tensor]
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -30,16 +33,14 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tu
 def norm_rotate(
     x: Tensor, weight: Tensor, by: Rotation, eps: float, order: Sequence[int] | None = None
 ) -> Tensor:
-    """Every head of x [..., d] normed, times `weight` [..., d], and rotated; halves are paired (as in Llama
-    and Qwen), not neighbours.
+    """Every head of x [..., d] normed, times `weight` [..., d], and rotated.
 
     `order`, a permutation of the dimensions, is how the result lies in memory; its shape is x's.
     """
     if _closed_form(x):
         return _NormRotate.apply(x, weight, *by, eps, order or range(x.dim()))
-    cos, sin = by
-    left, right = (F.rms_norm(x, (x.shape[-1],), None, eps) * weight).chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+    normed = F.rms_norm(x, (x.shape[-1],), None, eps) * weight
+    return normed * by[0] + _swapped(normed) * by[1]
 
 
 def gated(x: Tensor) -> Tensor:
@@ -57,16 +58,28 @@ def _closed_form(x: Tensor) -> bool:
 def _inverse_size(x: Tensor, eps: float) -> Tensor:
     """1 / root mean square of the last dimension, which stays as 1."""
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return size.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return torch.addcmul(x.new_tensor(eps), size, size, value=1 / x.shape[-1]).rsqrt_()
 
 
-def _norm_backward(d: Tensor, x: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """From the gradient `d` of x·inverse·weight: the gradient of x, and the summands of the weight's."""
+def _swapped(x: Tensor) -> Tensor:
+    return x.roll(x.shape[-1] // 2, dims=-1)
+
+
+def _norm_backward(
+    d: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, wanted: bool = True
+) -> tuple[Tensor | None, Tensor]:
+    """From the gradient `d` of x·inverse·weight: the gradient of x, if wanted, and the weight's."""
     normed = x * inverse
     summands = d * normed
-    scaled = d * weight
-    along = torch.linalg.vecdot(scaled, normed).mul_(-1 / x.shape[-1]).unsqueeze(-1)
-    return scaled.addcmul_(normed, along).mul_(inverse), summands
+    d_weight = summands.sum_to_size(weight.shape)
+    if not wanted:
+        return None, d_weight
+    if weight.dim() == 1:
+        along = summands @ weight
+    else:
+        along = torch.linalg.vecdot(summands, weight.expand_as(summands))
+    along = along.mul_(-1 / x.shape[-1]).unsqueeze(-1)
+    return torch.mul(d, weight, out=summands).addcmul_(normed, along).mul_(inverse), d_weight
 
 
 class _AddNorm(Function):
@@ -85,9 +98,9 @@ class _AddNorm(Function):
         d_total, d_normed = gradients
         d_weight = None
         if d_normed is not None:
-            d_x, summands = _norm_backward(d_normed, total, inverse, weight)
-            d_weight = summands.flatten(0, -2).sum(0)
-            d_total = d_x if d_total is None else d_x.add_(d_total)
+            wanted = any(ctx.needs_input_grad[:2])
+            d_x, d_weight = _norm_backward(d_normed, total, inverse, weight, wanted)
+            d_total = d_x if d_total is None or d_x is None else d_x.add_(d_total)
         return d_total, (d_total if ctx.needs_input_grad[1] else None), d_weight, None
 
 
@@ -100,23 +113,15 @@ class _NormRotate(Function):
         ctx.save_for_backward(x, inverse, weight, cos, sin)
         back = sorted(range(x.dim()), key=lambda i: order[i])
         out = x.new_empty([x.shape[i] for i in order]).permute(back)
-        return _rotated((x * inverse).mul_(weight), cos, sin, out, 1)
+        normed = (x * inverse).mul_(weight)
+        return torch.mul(normed, cos, out=out).addcmul_(_swapped(normed), sin)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, inverse, weight, cos, sin = ctx.saved_tensors
-        d = _rotated(gradients[0], cos, sin, torch.empty(x.shape, dtype=x.dtype), -1)
-        d_x, summands = _norm_backward(d, x, inverse, weight)
-        return d_x, summands.sum_to_size(weight.shape), None, None, None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> Tensor:
-    """`out`, holding x turned by the angles, forwards (sign 1) or back (-1)."""
-    half = x.shape[-1] // 2
-    left, right = x[..., :half], x[..., half:]
-    torch.mul(left, cos, out=out[..., :half]).addcmul_(right, sin, value=-sign)
-    torch.mul(right, cos, out=out[..., half:]).addcmul_(left, sin, value=sign)
-    return out
+        (d,) = gradients
+        d = (d * cos).addcmul_(_swapped(d), sin, value=-1)  # turned back
+        return *_norm_backward(d, x, inverse, weight), None, None, None, None
 
 
 class _Gated(Function):

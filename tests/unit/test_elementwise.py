@@ -17,7 +17,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 ANGLES = drawn(3, 1, 1, 4).detach()
-BY = (ANGLES.cos(), ANGLES.sin())
+BY = (torch.cat([ANGLES.cos()] * 2, dim=-1), torch.cat([-ANGLES.sin(), ANGLES.sin()], dim=-1))
 CALLS = {
     "norm": (lambda x, w: add_norm(x, None, w, 1e-6), [(5, 8), (8,)]),
     "norm, its input unused after it": (lambda x, w: add_norm(x, None, w, 1e-6)[1], [(5, 8), (8,)]),
