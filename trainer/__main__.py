@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import config
-from trainer.errors import InputError
+from trainer.errors import InputError, to_the_end
 from trainer.monitor import Monitor, say
 from trainer.status import RUN_DIR_VARIABLE
 
@@ -149,4 +149,4 @@ if __name__ == "__main__":
     # USR1 prints every thread's stack, even if Python's lock is held for ever; launch asks for it.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save yet: no traceback either
-    sys.exit(main())
+    sys.exit(to_the_end(main))

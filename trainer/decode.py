@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import DEVICE
-from trainer.errors import InputError
+from trainer.errors import InputError, to_the_end
 from trainer.modeldir import check_safetensors, check_weights, read_config, stop_tokens
 
 if TYPE_CHECKING:
@@ -218,4 +218,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(to_the_end(main))

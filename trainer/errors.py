@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable
 
+NO_READER = 141  # exit code of a command whose output nobody reads any more, as a shell gives it
 USAGE = 2  # exit code for input that can be corrected before anything has run
 
 
@@ -24,3 +27,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """The known word closest to `word`, as the end of a sentence: ``; did you mean 'x'?`` or nothing."""
     close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def to_the_end(command: Callable[[], int]) -> int:
+    """The exit code of `command`. One whose reader has left (``| head``) ends without a word."""
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is still buffered goes there when Python ends
+        return NO_READER

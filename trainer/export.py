@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer import checkpoint, formats
 from trainer.drafter_config import DrafterConfig
-from trainer.errors import InputError
+from trainer.errors import InputError, to_the_end
 from trainer.modeldir import read_config, target_digest, text_config
 
 if TYPE_CHECKING:
@@ -242,4 +242,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(to_the_end(main))

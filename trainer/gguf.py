@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.errors import InputError
+from trainer.errors import InputError, to_the_end
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -333,4 +333,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(to_the_end(main))

@@ -25,7 +25,7 @@ from trainer.chat import Chat, show
 from trainer.completions import Writer
 from trainer.config import DEVICE, Kind, integer, number
 from trainer.conversations import input_files, rows
-from trainer.errors import InputError
+from trainer.errors import InputError, to_the_end
 from trainer.journal import PERIOD, forget
 from trainer.modeldir import check_weights, read_config, tokenizer_digest
 from trainer.ordered import available, ordered
@@ -258,4 +258,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half written is left behind
-    sys.exit(main())
+    sys.exit(to_the_end(main))

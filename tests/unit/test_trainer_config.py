@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -508,3 +509,18 @@ def test_the_reference_recipe_is_that_command_line() -> None:
     differing = {name for name in by_file if by_file[name] != by_hand[name]} - set(places)
     assert differing == {"dtype"}
     assert by_file["dtype"] == "bfloat16"
+
+
+def test_a_command_whose_reader_has_left_ends_without_a_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = (
+        "import sys; from trainer import errors; sys.exit(errors.to_the_end(lambda: print('x' * 10_000)))"
+    )
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", program], stdout=writing, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
