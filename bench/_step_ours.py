@@ -22,6 +22,13 @@ from trainer.metrics import Tally
 from trainer.optim import Optimizer
 
 
+def soft_labels() -> dict[str, object]:
+    """The arguments that make the objective speculators' KL: nothing but soft labels, at temperature 1."""
+    from trainer.closed_form import Terms
+
+    return {"terms": Terms(kl_weight=1.0, temperature=1.0)}
+
+
 class Drafthouse(Side):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -44,7 +51,8 @@ class Drafthouse(Side):
         self.drafter = Drafter(config)
         problem.initialise(self.drafter, [name for name, _ in self.drafter.named_parameters()])
         self.optimizer = Optimizer(self.drafter, WEIGHT_DECAY)
-        self.visit = Objective(problem.lm_head)
+        self.soft = s.loss == "kl"
+        self.visit = Objective(problem.lm_head, **soft_labels()) if self.soft else Objective(problem.lm_head)
         self.tally = Tally(s.block, torch.device("cpu"), 0)
         self.ids = F.pad(problem.ids, (0, s.block))
         self.supervised = F.pad(problem.supervised, (0, s.block))
@@ -62,12 +70,16 @@ class Drafthouse(Side):
         rows = weights.nonzero()[:, 0]
         return blocks, block_ids, rows, labels.flatten()[rows], weights[rows]
 
+    def teacher(self, blocks: Blocks, rows: Tensor) -> dict[str, Tensor]:
+        """With soft labels, what the target had at the positions that predict these rows."""
+        return {"teacher": self.problem.last[(blocks.positions - 1).flatten()[rows]]} if self.soft else {}
+
     def step(self, anchors: list[int]) -> tuple[float, float]:
         blocks, block_ids, rows, labels, weights = self.batch(anchors)
         taps = self.problem.taps[None, : blocks.context_length]
         embeddings = F.embedding(block_ids, self.problem.embedding)
         hidden = self.drafter(embeddings, blocks, self.drafter.fuse(taps), rows=rows)
-        visit = self.visit(hidden, labels, weights)
+        visit = self.visit(hidden, labels, weights, **self.teacher(blocks, rows))
         visit.loss.backward()
         self.tally.add(visit, rows, blocks)
         weight = float(weights.sum())
@@ -76,6 +88,6 @@ class Drafthouse(Side):
 
     def objective(self, hidden: Tensor, anchors: list[int]) -> None:
         blocks, _, rows, labels, weights = self.batch(anchors)
-        visit = self.visit(hidden[rows], labels, weights)
+        visit = self.visit(hidden[rows], labels, weights, **self.teacher(blocks, rows))
         visit.loss.backward()
         self.tally.add(visit, rows, blocks)

@@ -4,11 +4,11 @@
     python bench/step.py [A …] [--steps 20] [--threads N] [--against nemo-automodel,…]
 
 A configuration is a drafter, one document and the blocks on it (DFlash on random features, fp32, offline, one
-document in a batch). Each side is a process of its own (bench/_step_worker.py) that does a whole optimiser step
-with the same anchors, taking turns step by step with the others; which one begins alternates. So a load from
-outside meets all of them alike, and the median of the ratios, pair by pair, remains meaningful. First of all
-the sides must agree: NeMo and SpecForge define the loss as we do, so loss and gradient norm of every step must
-be theirs; speculators divides by another normaliser, in which the decay does not count.
+document in a batch). Each side is a process of its own (bench/_step_worker.py) that does a whole optimiser
+step with the same anchors, taking turns step by step with the others; which one begins alternates. So a load
+from outside meets all of them alike, and the median of the ratios, pair by pair, remains meaningful. First of
+all the sides must agree: NeMo and SpecForge define the loss as we do, so loss and gradient norm of every step
+must be theirs; speculators divides by another normaliser, in which the decay does not count.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import random
 import statistics
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def report(name: str, sides: dict[str, Side], loss: str) -> None:
 
 
 def objective_memory(name: str, shape: dict[str, Any], whom: list[str]) -> None:
-    """What loss, gradient to the drafter's output and metrics need beyond what was there before, once each."""
+    """What loss, gradient to the drafter's output and metrics need beyond what was there before."""
     anchors = draw_anchors(shape, random.Random(0))
     found = {}
     for who in (OURS, *whom):
@@ -188,7 +189,7 @@ def main() -> int:
             print(f"{name}: {CONFIGURATIONS[name]}")
             report(name, compare({**shape, "loss": "ce"}, whom, steps), "ce")
             objective_memory(name, {**shape, "loss": "ce"}, whom)
-        if options.loss != "ce" and SPECULATORS in whom:
+        if options.loss != "ce" and SPECULATORS in whom and find_spec("trainer.closed_form"):
             report(name, compare({**shape, "loss": "kl"}, [SPECULATORS], steps), "kl")
     return 0
 

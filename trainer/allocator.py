@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 
-# Of malloc.h. The first: blocks from so many bytes on are mapped one by one. The second: so much free memory at
-# the end of the heap is kept.
+# Of malloc.h: so much free memory at the end of the heap is kept; larger blocks are mapped one by one.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST = 2**31 - 1
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-# Rotary angles [..., 1, d], the same for all heads of a position. Halves of a head are paired (as in Llama and
-# Qwen), not neighbours: (left, right) becomes (left · cos - right · sin, right · cos + left · sin), which is
-# x · (cos, cos) + swapped x · (-sin, sin). These are the two factors.
+# Rotary angles [..., 1, d], the same for all heads of a position. Halves of a head are paired (as in Llama
+# and Qwen), not neighbours: (left, right) becomes (left · cos - right · sin, right · cos + left · sin), which
+# is x · (cos, cos) + swapped x · (-sin, sin). These are the two factors.
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -58,7 +58,7 @@ def _closed_form(x: Tensor) -> bool:
 def _inverse_size(x: Tensor, eps: float) -> Tensor:
     """1 / root mean square of the last dimension, which stays as 1."""
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(x.new_tensor(eps), size, size, value=1 / x.shape[-1]).rsqrt_()
+    return size.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _swapped(x: Tensor) -> Tensor:
@@ -74,12 +74,10 @@ def _norm_backward(
     d_weight = summands.sum_to_size(weight.shape)
     if not wanted:
         return None, d_weight
-    if weight.dim() == 1:
-        along = summands @ weight
-    else:
-        along = torch.linalg.vecdot(summands, weight.expand_as(summands))
-    along = along.mul_(-1 / x.shape[-1]).unsqueeze(-1)
-    return torch.mul(d, weight, out=summands).addcmul_(normed, along).mul_(inverse), d_weight
+    one_weight = weight.dim() == 1
+    along = summands @ weight if one_weight else torch.linalg.vecdot(summands, weight.expand_as(summands))
+    d_x = torch.mul(d, weight, out=summands)
+    return d_x.addcmul_(normed, along.unsqueeze(-1), value=-1 / x.shape[-1]).mul_(inverse), d_weight
 
 
 class _AddNorm(Function):

@@ -40,9 +40,8 @@ def choose(
             *[(2, 16, groups, width)] * 2,
             *[(1, TILE, groups, width)] * 2,
         ]
-        tried = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
-        attend: Attend = flex
-        attend(*tried, blocks=blocks).sum().backward()
+        q, k, v, ck, cv = (torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
+        flex(q, k, v, ck, cv, blocks).sum().backward()
     except Exception as error:  # whatever the compiler, the driver or the kernel found wrong
         why = " ".join(str(error).split())[:200]
         report(

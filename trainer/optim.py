@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 BETAS = (0.9, 0.95)
+EPSILON = 1e-8
 PIECE = 4096
 
 Members = list[tuple[str, nn.Parameter]]
@@ -44,28 +45,13 @@ class Optimizer:
             hidden = [(n, p) for n, p in matrices if p.dim() == 2 and "embed" not in n]
             matrices = [(n, p) for n, p in matrices if not (p.dim() == 2 and "embed" not in n)]
         groups = [(matrices, weight_decay), (vectors, 0.0)]
-        self._members = [members for members, _ in groups if members]
-        self._flat = [_flatten(members) for members in self._members]
-        self._adam = torch.optim.AdamW(
-            [
-                {"params": [flat], "weight_decay": decay}
-                for flat, decay in zip(self._flat, [d for m, d in groups if m], strict=True)
-            ],
-            betas=BETAS,
-            fused=True,
-        )
-        for flat in self._flat:  # made now, so that a checkpoint can be read into it
-            self._adam.state[flat] = {
-                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
-                "exp_avg": torch.zeros_like(flat),
-                "exp_avg_sq": torch.zeros_like(flat),
-            }
+        self._adam = [_AdamW(members, decay) for members, decay in groups if members]
         self._muon = _Muon(hidden, weight_decay) if hidden else None
 
     @property
     def _gradients(self) -> list[Tensor]:
-        flats = [*self._flat, *([self._muon.flat] if self._muon else [])]
-        return [flat.grad for flat in flats if flat.grad is not None]
+        parts: list[_AdamW | _Muon] = [*self._adam, *([self._muon] if self._muon else [])]
+        return [part.flat.grad for part in parts if part.flat.grad is not None]
 
     def step(self, rate: float, divisor: float | Tensor, clip: float) -> Tensor:
         """Apply the summed gradients divided by `divisor`, their norm clipped to `clip` (0: not); then clear
@@ -77,14 +63,9 @@ class Optimizer:
         norm = torch.cat([_norms(gradient) for gradient in self._gradients]).norm() / divisor
         lost = ~torch.isfinite(norm)
         excess = (norm / clip).clamp(min=1.0) if clip > 0 else torch.ones_like(norm)
-        # PyTorch's own protocol for mixed precision: gradients are divided by `grad_scale`, and nothing
-        # happens where `found_inf` is 1.
-        scale, found = excess * divisor, lost.to(norm.dtype)
-        setattr(self._adam, "grad_scale", scale)  # noqa: B010
-        setattr(self._adam, "found_inf", found)  # noqa: B010
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
+        scale = excess * divisor
+        for part in self._adam:
+            part.step(rate, scale, lost)
         if self._muon:
             self._muon.step(rate, scale, lost)
         for gradient in self._gradients:
@@ -93,13 +74,11 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """The moments under their parameters' names (so that another layout of buffers can read them)."""
-        found = {"step": self._adam.state[self._flat[0]]["step"]}
+        found = {"step": self._adam[0].steps}
         for kind in ("exp_avg", "exp_avg_sq"):
-            for flat, members in zip(self._flat, self._members, strict=True):
-                for (name, _), view in zip(
-                    members, _views(self._adam.state[flat][kind], members), strict=True
-                ):
-                    found[f"{kind}.{name}"] = view
+            for part in self._adam:
+                views = _views(getattr(part, kind), part.members)
+                found.update({f"{kind}.{n}": view for (n, _), view in zip(part.members, views, strict=True)})
         if self._muon:
             found.update({f"momentum.{name}": view for name, view in self._muon.moments()})
         return found
@@ -109,8 +88,45 @@ class Optimizer:
         """The reverse of `state`. Raises KeyError or RuntimeError if it belongs to another drafter."""
         for name, value in self.state().items():
             value.copy_(state[name])
-        for flat in self._flat[1:]:
-            self._adam.state[flat]["step"].copy_(state["step"])
+        for part in self._adam[1:]:
+            part.steps.copy_(state["step"])
+
+
+class _AdamW:
+    """Of parameters that decay alike. PyTorch's fused kernel without its optimizer around it, which takes
+    longer than the kernel.
+    """
+
+    def __init__(self, members: Members, weight_decay: float) -> None:
+        self.members = members
+        self.weight_decay = weight_decay
+        self.flat = _flatten(members)
+        self.exp_avg = torch.zeros_like(self.flat, requires_grad=False)
+        self.exp_avg_sq = torch.zeros_like(self.flat, requires_grad=False)
+        self.steps = torch.zeros((), dtype=torch.float32, device=self.flat.device)
+
+    @torch.no_grad()
+    def step(self, rate: float, divisor: Tensor, lost: Tensor) -> None:
+        """The gradient divided by `divisor`; where `lost`, a scalar, is true, nothing changes."""
+        assert self.flat.grad is not None
+        self.steps += ~lost
+        torch._fused_adamw_(
+            [self.flat],
+            [self.flat.grad],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            [],
+            [self.steps],
+            lr=rate,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            weight_decay=self.weight_decay,
+            eps=EPSILON,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=lost.to(torch.float32),
+        )
 
 
 class _Muon:
