@@ -26,6 +26,7 @@ RECALL = (1, 2, 4, 8, 16)  # K
 BUDGETS = (16, 32, 64)  # nodes of a tree
 TOP = max(*RECALL, *BUDGETS)  # a tree of n nodes never needs a slot's tokens beyond the first n
 EVERY = 100  # micro-batches from one look to the next, at least
+FOLD = 64  # micro-batches that are kept one by one until they are summed
 ENOUGH = 500  # labels, before anything is said of the data
 
 
@@ -55,7 +56,9 @@ class Tally:
         self._clear()
 
     def _clear(self) -> None:
-        self._scalars: dict[str, Tensor] = {}
+        self._values: list[dict[str, Tensor]] = []  # of micro-batches that are not in the sums yet
+        self._outcomes: list[Tensor] = []  # of the same: [N·B] 0 without a label, 1 wrong, 2 right
+        self._sums: dict[str, Tensor] = {}
         self._slots = torch.zeros(4, self.block_size - 1, dtype=torch.int64, device=self._device)
         self._blocks = 0
         self._look: Look | None = None
@@ -68,19 +71,28 @@ class Tally:
 
     def add(self, visit: Visit, rows: Tensor, blocks: Blocks) -> None:
         """Take in the visit of a micro-batch's `rows` [M], indices into N·B."""
-        values = {"loss": visit.loss.detach(), "weight": visit.weight, **visit.parts}
-        for name, value in values.items():
-            self._scalars[name] = self._scalars[name] + value if name in self._scalars else value.double()
-        outcome = torch.zeros(len(blocks) * self.block_size, dtype=torch.int64, device=self._device)
-        outcome[rows] = 1 + visit.correct.to(torch.int64)
-        outcome = outcome.view(-1, self.block_size)[:, 1:]
-        labelled, right = outcome > 0, outcome > 1
-        streak = right.cumprod(1)  # a slot without a label ends it
-        open_ = torch.cat([torch.ones_like(streak[:, :1]), streak[:, :-1]], 1) * labelled
-        self._slots += torch.stack([labelled.sum(0), right.sum(0), streak.sum(0), open_.sum(0)])
+        self._values.append({"loss": visit.loss.detach(), "weight": visit.weight, **visit.parts})
+        outcome = torch.zeros(len(blocks) * self.block_size, dtype=torch.uint8, device=self._device)
+        outcome[rows] = visit.correct.to(torch.uint8) + 1
+        self._outcomes.append(outcome)
+        if len(self._values) == FOLD:
+            self._fold()
         self._blocks += blocks.kept
         if self._since is not None:
             self._since += 1
+
+    def _fold(self) -> None:
+        """Add what was taken in to the sums: many micro-batches in few operations."""
+        for name in self._values[0] if self._values else ():
+            added = torch.stack([values[name] for values in self._values]).double().sum()
+            self._sums[name] = self._sums[name] + added if name in self._sums else added
+        if self._outcomes:
+            outcomes = torch.cat(self._outcomes).view(-1, self.block_size)[:, 1:]
+            labelled, right = outcomes > 0, outcomes > 1
+            streak = right.cumprod(1)  # a slot without a label ends it
+            reached = torch.cat([torch.ones_like(streak[:, :1]), streak[:, :-1]], 1) * labelled
+            self._slots += torch.stack([labelled.sum(0), right.sum(0), streak.sum(0), reached.sum(0)])
+        self._values, self._outcomes = [], []
 
     def look(
         self, visit: Visit, batch: Batch, last: Tensor | None, choices: Callable[[Tensor], Tensor]
@@ -94,10 +106,11 @@ class Tally:
 
     def read(self) -> dict[str, Any]:
         """The figures since the last reading; begins anew. Here the device is waited for, once."""
-        names = list(self._scalars)
-        found = torch.stack([self._scalars[n] for n in names]).tolist() if names else []
+        self._fold()
+        names = list(self._sums)
+        found = torch.stack([self._sums[n] for n in names]).tolist() if names else []
         sums = dict(zip(names, found, strict=True))
-        labelled, right, streak, opened = self._slots.tolist()
+        labelled, right, streak, reached = self._slots.tolist()
         weight = sums.pop("weight", 0.0)
         total, mean = sums.pop("loss", 0.0), {}
         if len(sums) > 1:  # more than cross-entropy alone
@@ -110,7 +123,7 @@ class Tally:
         }
         slots: dict[str, Any] = {
             "accuracy": _ratios(right, labelled),
-            "acceptance": _ratios(streak, opened),
+            "acceptance": _ratios(streak, reached),
         }
         if self._look:
             more, recall = summary(self._look)

@@ -14,7 +14,7 @@ from trainer.blocks import Blocks
 from trainer.closed_form import Terms
 from trainer.data import Batch
 from trainer.loss import Objective, Visit
-from trainer.metrics import BUDGETS, EVERY, RECALL, TOP, Tally
+from trainer.metrics import BUDGETS, EVERY, FOLD, RECALL, TOP, Tally
 from trainer.tree import depths
 
 CPU = torch.device("cpu")
@@ -73,6 +73,12 @@ def test_without_any_label_there_is_no_figure() -> None:
         "accuracy": None,
         "slots": {"accuracy": [None, None], "acceptance": [None, None]},
     }
+
+
+def test_many_micro_batches_are_summed_as_few() -> None:
+    given = [["-110", "-10-"], ["-01-", "-111"]]
+    few, many = tallied(*given), tallied(*given * FOLD)
+    assert many == few
 
 
 def test_a_reading_begins_anew() -> None:
