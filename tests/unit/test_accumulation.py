@@ -14,7 +14,6 @@ from trainer.data import Batch, Completions, Portions, Reader, write_completions
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
 from trainer.loss import Objective, teacher_rows
-from trainer.optim import Optimizer
 from trainer.target import Target
 
 ALL = {"terms": Terms(kl_weight=0.15, temperature=2.0, cap=0.1), "dpace": 0.5}
@@ -30,10 +29,9 @@ def test_accumulation_over_micro_batches_equals_one_that_holds_them_all(tmp_path
     )
     objective = Objective(target.lm_head, **extras)
 
-    def after_a_step(batches: list[Batch]) -> dict[str, torch.Tensor]:
+    def gradient(batches: list[Batch]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         drafter = Drafter(config).double()
-        optimizer = Optimizer(drafter, 0.01)
         weight = torch.zeros((), dtype=torch.float64)
         for batch in batches:
             taps, last = target.features(batch.input_ids)
@@ -49,11 +47,11 @@ def test_accumulation_over_micro_batches_equals_one_that_holds_them_all(tmp_path
             )
             visit.loss.backward()
             weight += visit.weight
-        assert optimizer.step(0.01, weight, clip=0) is not None
-        return drafter.state_dict()
+        return {name: p.grad / weight for name, p in drafter.named_parameters() if p.grad is not None}
 
     numbers = np.arange(4)
-    together = after_a_step([reader._collate(numbers, numbers, 0)])
-    apart = after_a_step([reader._collate(numbers[i : i + 1], np.zeros(1, np.int64), 0) for i in range(4)])
+    together = gradient([reader._collate(numbers, numbers, 0)])
+    apart = gradient([reader._collate(numbers[i : i + 1], np.zeros(1, np.int64), 0) for i in range(4)])
+    assert len(together) > 10
     for name, value in together.items():
-        torch.testing.assert_close(apart[name], value, atol=1e-9, rtol=1e-7)
+        torch.testing.assert_close(apart[name], value, atol=1e-12, rtol=1e-9)
