@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer import tensorfile
 from trainer.errors import InputError
 from trainer.modeldir import check_safetensors
 from trainer.status import parse, read_json, write_json
@@ -151,13 +152,11 @@ def save(
     partial = home / f".partial-{place.name}"
     old = home / f"{_OLD}{place.name}"
     try:
-        from safetensors.torch import save_file
-
         state.sequence = 1 + max((f.state.sequence for f in _readable(output)), default=0)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, tensors in zip(TENSORS, (drafter, optimizer), strict=True):
-            save_file({key: value.detach().contiguous() for key, value in tensors.items()}, partial / name)
+            tensorfile.write(partial / name, tensors)
         write_json(partial / "config.json", config)
         state.digests = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
         write_json(partial / "state.json", dataclasses.asdict(state))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer import checkpoint, formats
+from trainer import checkpoint, formats, tensorfile
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError, to_the_end
 from trainer.modeldir import read_config, target_digest, text_config
@@ -87,7 +87,6 @@ def export(
     if target:
         _check_target(target, config, found)
     import torch  # late: wrong input is told at once
-    from safetensors.torch import save_file
 
     weights = checkpoint.load(found)[0]
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
@@ -106,7 +105,7 @@ def export(
     partial = place.with_name(f".{place.name}.{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        save_file(written, partial / formats.WEIGHTS, metadata={"format": "pt"})
+        tensorfile.write(partial / formats.WEIGHTS, written)
         (partial / "config.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         told = _compare(partial, config, written, target)
         for file in (*partial.iterdir(), partial):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainer import tensorfile
 from trainer.errors import InputError, to_the_end
 
 if TYPE_CHECKING:
@@ -253,7 +254,6 @@ def convert(path: Path, place: Path, dtype: str = "float32") -> str:
     Raises InputError if the file cannot be turned into one, or `place` exists.
     """
     import torch
-    from safetensors.torch import save_file
 
     if place.exists():
         raise InputError(f"{place} exists already: choose another directory, or remove it first")
@@ -265,10 +265,7 @@ def convert(path: Path, place: Path, dtype: str = "float32") -> str:
             config = config_of(source)
             write_tokenizer(source, temporary)
             weights = weights_of(source, config, getattr(torch, dtype))
-            save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-            os.chmod(
-                temporary / "model.safetensors", 0o644
-            )  # as the files beside it: others may train with it
+            tensorfile.write(temporary / "model.safetensors", weights)
         _write_json(temporary / "config.json", {**config, "dtype": dtype})
         ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
         _write_json(temporary / "generation_config.json", ends)

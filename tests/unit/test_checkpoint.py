@@ -48,6 +48,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.load(found)[0]["a"], torch.full((100,), 120.0))
     assert checkpoint.read_config(found) == {"block_size": 4}
     assert os.readlink(tmp_path / "latest") == "0001-x/step-00000120"
+    (tmp_path / "any").touch()
+    assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "any").stat().st_mode}
 
 
 def test_the_newest_is_the_one_saved_last_not_the_one_with_most_steps(tmp_path: Path) -> None:
