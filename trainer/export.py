@@ -193,7 +193,7 @@ def _compare(
     else:
         head = torch.randn(min(config.vocab_size, 1000), width, generator=random, dtype=dtype)
         blocks_in = torch.randn(len(anchors), size, width, generator=random, dtype=dtype)
-    blocks = Blocks.build([0] * len(anchors), anchors, size)
+    blocks = Blocks.build([0] * len(anchors), anchors, size, window=config.sliding_window)
     with torch.no_grad():
         ours = drafter(blocks_in, blocks, drafter.fuse(taps)) @ head.T
         each = [served.hidden(x, taps[0], a) for x, a in zip(blocks_in, anchors, strict=True)]
@@ -229,6 +229,11 @@ def run(argv: Sequence[str] | None = None) -> None:
     target = str(arguments.target_model.resolve()) if arguments.target_model else "TARGET"
     for engine, line in formats.commands(arguments.format, target, str(place), config["block_size"]):
         print(f"{engine}: {line}")
+        if engine == "SGLang" and config.get("use_sliding_window"):
+            print(
+                "warning: SGLang lets a slot of a layer with a sliding window see no later slot of its "
+                "block, which is not how they were trained; serve this drafter with vLLM"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

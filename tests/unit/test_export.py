@@ -39,12 +39,14 @@ def drafter(config: DrafterConfig = CONFIG) -> Drafter:
     return made
 
 
-def store(output: Path, step: int = 10, run_id: str = "0001-x", target: str = "") -> Path:
+def store(
+    output: Path, step: int = 10, run_id: str = "0001-x", target: str = "", config: DrafterConfig = CONFIG
+) -> Path:
     state = checkpoint.State(
         step=step, micro_batch=step, epoch=0, total=100, run_id=run_id, settings={"target": target}
     )
-    tensors = drafter().state_dict()
-    return checkpoint.save(output, state, tensors, {"step": torch.zeros(1)}, CONFIG.to_json(), 10)
+    tensors = drafter(config).state_dict()
+    return checkpoint.save(output, state, tensors, {"step": torch.zeros(1)}, config.to_json(), 10)
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +187,30 @@ def test_an_export_read_back_drafts_as_the_cached_decode_loop_does(
         own.append_context(cache, taps[:anchor])
         drafted = own.draft(block, anchor, cache)
         torch.testing.assert_close(served.hidden(block, taps, anchor), drafted, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", formats.FORMATS)
+def test_a_sliding_window_is_exported_as_it_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    config = dataclasses.replace(CONFIG, sliding_window=4)
+    found = export.find(store(tmp_path / "out", config=config))
+    # It compares blocks whose context is longer than the window.
+    assert export.main([str(found.path), "--format", kind, "--to", str(tmp_path / "to")]) == 0
+    assert ("warning: SGLang lets" in capsys.readouterr().out) == (kind == "native")
+    value = json.loads((tmp_path / "to" / "config.json").read_text())
+    shape = value.get("transformer_layer_config", value)
+    assert (shape["sliding_window"], shape["use_sliding_window"]) == (4, True)
+    assert shape["layer_types"] == ["sliding_attention"] * 2
+    if kind == "speculators":
+        assert value["sliding_window_non_causal"] is True
+    shape["sliding_window"] = 5
+    (tmp_path / "to" / "config.json").write_text(json.dumps(value))
+    taps, block = torch.randn(7, 64, dtype=torch.float64), torch.randn(4, 32, dtype=torch.float64)
+    wider = Served(tmp_path / "to", torch.float64).hidden(block, taps, 7)
+    shape["sliding_window"] = 4
+    (tmp_path / "to" / "config.json").write_text(json.dumps(value))
+    assert not torch.allclose(Served(tmp_path / "to", torch.float64).hidden(block, taps, 7), wider)
 
 
 def ids_plus_one(value: dict[str, Any]) -> None:
