@@ -252,7 +252,7 @@ def test_the_real_trainer_saves_before_it_is_stopped_and_goes_on_from_there(
         mine.exec("kill", "-KILL", str(first.heartbeats()[0].pid))
         resumed = until(lambda: re.search(r"^resumed from \S+ at step (\d+)$", train.log(), re.MULTILINE))
         until(lambda: (beat := first.heartbeats()[0]).attempt == 2 and beat.phase == "training")
-        assert f"\nstep {int(resumed[1]) + 1}/" in train.log()[resumed.end() :]
+        until(lambda: f"\nstep {int(resumed[1]) + 1}/" in train.log()[resumed.end() :])
         [row] = json.loads(train.ok("status", *HERE, "--json"))
         assert (row["run_id"], row["verdict"]) == ("0001-demo", "training"), row
         assert ", attempt 2 (the one before ended by SIGKILL after " in row["reason"]

@@ -248,7 +248,7 @@ def test_a_save_that_fails_for_any_reason_is_said_and_tried_again(
 ) -> None:
     save_file = safetensors.torch.save_file
 
-    def gone(*words: object) -> None:
+    def gone(*words: object, **more: object) -> None:
         monkeypatch.setattr(safetensors.torch, "save_file", save_file)
         raise ModuleNotFoundError("No module named 'numpy.ctypeslib'")
 
