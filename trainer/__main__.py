@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import config
+from trainer import config, sinks
 from trainer.errors import InputError, to_the_end
 from trainer.monitor import Monitor, say
 from trainer.status import RUN_DIR_VARIABLE
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if request.check_config:
             say(config_check(settings))
+            sinks.check(settings.wandb_project)  # last: what a run takes is worth knowing without it
             return 0
         return train(settings)
     except InputError as error:
@@ -49,6 +50,7 @@ def train(settings: config.Settings) -> int:
     try:
         # Before torch is imported: the answer is there at once.
         check_devices(settings, starting=True)
+        sinks.check(settings.wandb_project)
         if settings.target_model != "toy":
             say(config_check(settings, weights=True))
         monitor.phase("loading", "importing torch")
@@ -81,7 +83,7 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     describes the run, one on the kernels of a target that has some, and, without `weights`, what the run will
     take. Raises InputError.
     """
-    from trainer import estimate, resuming, sinks, toy
+    from trainer import estimate, resuming, toy
     from trainer.data_meta import check_meta, known_meta
     from trainer.drafter_config import DrafterConfig
     from trainer.kernels import kernels
@@ -90,7 +92,6 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     from trainer.prompts import read_prompts
 
     check_devices(settings, starting=weights)
-    sinks.check(settings.wandb_project)
     made_here = settings.target_model == "toy"
     target = toy.wanted().shape if made_here else text_config(settings.target_model)
     tokenizer = "" if made_here else tokenizer_digest(settings.target_model)

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from trainer.status import ATTEMPT_VARIABLE, Heartbeat, Request, RunDir
 
 PERIOD = 1.0  # s
+LOCAL = "local"  # what a run is called that nobody has given a run id
 PARTS = ("data", "target", "forward", "objective", "backward", "optimizer")  # of a step, in this order
 
 
@@ -171,7 +172,7 @@ class Monitor:
 
     @property
     def run_id(self) -> str:
-        return self.run_dir.run_id if self.run_dir else "local"
+        return self.run_dir.run_id if self.run_dir else LOCAL
 
     @property
     def heartbeat(self) -> Heartbeat:

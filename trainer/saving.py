@@ -5,6 +5,8 @@ whole.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 from trainer.finite import first_not_finite
-from trainer.monitor import Monitor, say
+from trainer.monitor import LOCAL, Monitor, say
 from trainer.optim import Optimizer
 
 
@@ -79,13 +81,12 @@ class Saving:
 
         Raises InputError for one that cannot be gone on from with these settings.
         """
-        found = checkpoint.newest(self._output, say) if self._settings.resume != "never" else None
+        found = self._to_go_on_from()
+        if self.state.run_id == LOCAL:  # nobody numbers these, so whose checkpoints are whose is told here
+            self.state.run_id = self._place(found)
         if found is None:
             return
         ours = self.state.settings
-        if why := resuming.superseded(found, ours):
-            say(why)
-            return
         shape = DrafterConfig.from_json(checkpoint.read_config(found))
         if wrong := resuming.of_another_name(found, self.state.run_id):
             raise InputError(wrong)
@@ -110,6 +111,28 @@ class Saving:
             self.state.digests = found.state.digests
         self._monitor.checkpoint(found.path, found.state.step)
         say(f"resumed from {found.path} at step {found.state.step}")
+
+    def _to_go_on_from(self) -> checkpoint.Found | None:
+        if self._settings.resume == "never":
+            return None
+        found = checkpoint.newest(self._output, say)
+        if found is None:
+            if checkpoint.directories(self._output):
+                say(f"warning: {self._output} holds no whole checkpoint: starting at step 0")
+            return None
+        if why := resuming.superseded(found, self.state.settings):
+            say(why)
+            return None
+        return found
+
+    def _place(self, found: checkpoint.Found | None) -> str:
+        """The directory of a run without a number: that of the run it goes on with, else one that holds
+        nothing yet, so that no finished run loses what it left.
+        """
+        if found and re.fullmatch(rf"{LOCAL}(-\d+)?", found.path.parent.name):
+            return found.path.parent.name
+        names = (LOCAL if n == 1 else f"{LOCAL}-{n}" for n in itertools.count(1))
+        return next(name for name in names if not any((self._output / name).glob("step-*")))
 
     def _load(self, found: checkpoint.Found) -> None:
         drafter, optimizer = checkpoint.load(found)

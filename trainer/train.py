@@ -188,7 +188,8 @@ class Trainer:
             if not logged or last or time.monotonic() - logged >= self.settings.log_interval:
                 self._log(interval, rate)
                 interval, logged = Interval(clock=self.clock), time.monotonic()
-            if self.state.step % self.settings.save_interval == 0 and not last:
+            wanted = (self.settings.save_interval, self.settings.keep_every)
+            if any(every and self.state.step % every == 0 for every in wanted) and not last:
                 self._save_by_itself()
         return self._finish()
 

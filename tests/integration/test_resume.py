@@ -453,3 +453,34 @@ def test_a_request_in_the_last_evaluation_is_answered_too(
     answered = run_dir.heartbeats()[0].answered or {}
     assert (answered["action"], answered["outcome"]) == ("checkpoint-and-stop", "done")
     assert not state(tmp_path / "out")["finished"]
+
+
+def test_a_run_without_a_number_never_takes_the_place_of_a_finished_one(
+    model: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+
+    def there() -> list[str]:
+        return sorted(str(path.relative_to(out)) for path in out.glob("*/step-*"))
+
+    first = tiny.flags(*model, out, max_steps=4, save_interval=3, keep_every=2, keep_checkpoints=1)
+    assert main(first) == 0
+    finished = [f"local/step-0000000{step}" for step in (2, 4)]
+    assert there() == finished
+    again = [*first, "--lr", "0.02"]
+    with monkeypatch.context() as patched:
+        stop_after(patched, 1, "signal")
+        assert main(again) == 0
+    assert "of a finished run: starting at step 0" in capsys.readouterr().out
+    assert there() == ["local-2/step-00000001", *finished]
+    assert main(again) == 0  # goes on with the second, in its place
+    assert there() == ["local-2/step-00000002", "local-2/step-00000004", *finished]
+    for path in out.glob("*/*/drafter.safetensors"):
+        path.write_bytes(b"")
+    capsys.readouterr()
+    assert main(again) == 0
+    assert "holds no whole checkpoint: starting at step 0" in capsys.readouterr().out
+    assert [name for name in there() if name.startswith("local-3/")]
