@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(settings: config.Settings) -> int:
     where = settings.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if where and not Path(where).is_dir():
-        raise InputError(f"--run-dir {where}: there is no such directory; launch makes it before the start")
+        raise InputError(f"--run-dir {where}: there is no such directory; make it first (mkdir -p {where})")
     monitor = Monitor(Path(where) if where else None)
     try:
         # Before torch is imported: the answer is there at once.

@@ -229,7 +229,6 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m trainer",
         description="Trains a DFlash drafter for a frozen target.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for name, f in FIELDS.items():
         kind: Kind = f.metadata["kind"]
@@ -295,7 +294,9 @@ def read_file(path: str) -> dict[str, Any]:
     for key, item in mapping.items():
         name = str(key).replace("-", "_")
         if name not in FIELDS:
-            raise InputError(f"--config {path}: unknown key trainer.{key}{nearest(name, FIELDS)}")
+            dashed = "_" not in str(key)  # it is answered as it is spelt
+            known = [field.replace("_", "-") if dashed else field for field in FIELDS]
+            raise InputError(f"--config {path}: unknown key trainer.{key}{nearest(str(key), known)}")
         if item is not None:
             found[name] = _from_yaml(FIELDS[name].metadata["kind"], item, f"--config {path}: trainer.{key}")
     return found

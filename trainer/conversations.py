@@ -206,6 +206,9 @@ def conversation(row: Row) -> Conversation:
             raise Malformed(f"--input {row.place}: the line is no JSON object; --skip-bad passes it over")
     messages = _messages(value)
     if not messages:
+        for key in ("messages", "conversations"):
+            if value.get(key) is not None:
+                raise Unusable(f"'{key}' is {'empty' if value[key] == [] else 'no list of messages'}")
         raise Unusable("neither 'messages' nor 'conversations' nor a prompt with its response")
     tools = value.get("tools")
     if isinstance(tools, str):

@@ -9,13 +9,15 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import DEVICE
 from trainer.errors import InputError, to_the_end
-from trainer.modeldir import check_safetensors, check_weights, read_config, stop_tokens
+from trainer.journal import PERIOD
+from trainer.modeldir import check_safetensors, check_weights, read_config, stop_tokens, text_config
 
 if TYPE_CHECKING:
     from trainer.drafter import Drafter
@@ -45,7 +47,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="model directory",
     )
-    add("--drafter", type=Path, required=True, metavar="DIR", help="a drafter's checkpoint")
+    add(
+        "--drafter",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a drafter's checkpoint, or the directory with a run's checkpoints: the newest",
+    )
     add("--prompts", type=Path, required=True, metavar="FILE", help="JSON, JSON lines or text; may be .gz")
     add("--chat", action="store_true", help="a prompt is a user's message: use the target's chat template")
     add("--max-prompts", type=int, metavar="N", help="the first N prompts (default: all)")
@@ -91,6 +99,45 @@ def _temperature(text: str) -> float:
     return value
 
 
+def _newest(directory: Path) -> Path:
+    """`directory`, or the newest whole checkpoint in it if it is an output directory of the trainer."""
+    from trainer import export
+
+    if (directory / "config.json").exists() or not directory.is_dir():
+        return directory
+    try:
+        path = export.find(directory).path
+    except InputError as error:
+        raise InputError(f"--drafter {error}") from None
+    print(f"--drafter {directory}: its newest checkpoint is {path.name}", file=sys.stderr)
+    return path
+
+
+def _check_room(given: argparse.Namespace, longest: int) -> None:
+    """Raises InputError if the longest prompt (in tokens) and its continuation are more than the target has
+    positions for.
+    """
+    most = getattr(text_config(given.target), "max_position_embeddings", None)
+    if isinstance(most, int) and longest + given.new_tokens > most:
+        raise InputError(
+            f"--new-tokens {given.new_tokens} behind a prompt of {longest} tokens is more than the {most} "
+            f"positions of {given.target}: decode fewer, or leave that prompt out"
+        )
+
+
+class _Progress:
+    """What is being decoded, to stderr: every second for a terminal, every `PERIOD` for a file or a pipe."""
+
+    def __init__(self) -> None:
+        self.period = 0.0 if sys.stderr.isatty() else PERIOD
+        self.said = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if (now := time.monotonic()) - self.said >= self.period:
+            self.said = now
+            print(text, file=sys.stderr, flush=True)
+
+
 def load_drafter(directory: Path) -> Drafter:
     """The drafter of a checkpoint, or of an export in the native format: float32, on the CPU.
 
@@ -106,11 +153,19 @@ def load_drafter(directory: Path) -> Drafter:
         weights = exported
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise InputError(f"--drafter {directory}: is no checkpoint ({error.strerror})") from None
+    except ValueError as error:
         raise InputError(f"--drafter {directory}: is no checkpoint (config.json: {error})") from None
+    try:
+        shape = DrafterConfig.from_json(config)
+    except (InputError, AttributeError, TypeError):  # another model's, or no object at all
+        raise InputError(
+            f"--drafter {directory}: its config.json is not a drafter's of ours; give a checkpoint, or where "
+            "they lie"
+        ) from None
     if wrong := check_safetensors(weights):
         raise InputError(f"--drafter {directory}: {weights.name} {wrong}")
-    shape = DrafterConfig.from_json(config)
     if not 0 <= shape.mask_token_id < shape.vocab_size:
         raise InputError(
             f"--drafter {directory}: its mask token {shape.mask_token_id} is not in its vocabulary of "
@@ -142,11 +197,13 @@ def run(argv: Sequence[str] | None = None) -> int:
     fast = kernels(config, load=True)
     if given.require_fast_kernels:
         fast.require()
+    given.drafter = _newest(given.drafter)
     drafter = load_drafter(given.drafter)
     shape = drafter.config
     groups = prompts.read_prompts(
         given.prompts, given.target, shape.vocab_size, chat=given.chat, most=given.max_prompts
     )
+    _check_room(given, max(len(prompt) for group in groups.values() for prompt in group))
 
     import torch
 
@@ -172,7 +229,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         drafter.to(where),
         cases,
         given.new_tokens,
-        lambda text: print(text, file=sys.stderr, flush=True) if sys.stderr.isatty() else None,
+        _Progress(),
         stop_tokens(given.target),
         timed=True,
         tree_budget=given.tree_budget,

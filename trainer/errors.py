@@ -23,6 +23,11 @@ class InputError(Exception):
         self.code = code
 
 
+def counted(count: int, word: str, plural: str = "") -> str:
+    """``1 thread``, ``2 threads``; `plural` where an s does not make it."""
+    return f"{count:,} {word if count == 1 else plural or word + 's'}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word closest to `word`, as the end of a sentence: ``; did you mean 'x'?`` or nothing."""
     close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from trainer import device, formats, roles
 from trainer.config import Settings
 from trainer.drafter_config import DrafterConfig
+from trainer.errors import counted
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GPU_SPEED = 300e12  # FLOP/s that large matrices reach on a GPU of the H100's kind
@@ -168,10 +169,14 @@ def lines(settings: Settings, found: Estimate, tokens: int) -> list[str]:
     else:
         cores = s.threads or len(os.sched_getaffinity(0))
         speed = cores * CORE_SPEED
-        out.append(f"time: {total / speed:,.2g} s a step if {cores} cores do {_flop(speed)} in a second")
+        out.append(
+            f"time: {total / speed:,.2g} s a step if {counted(cores, 'core')} "
+            f"{'does' if cores == 1 else 'do'} {_flop(speed)} in a second"
+        )
     if tokens:
         steps = math.ceil(tokens / found.positions) * s.epochs / micro_batches
-        out[-1] += f" · {tokens:,} tokens × {s.epochs} epochs are at least {math.ceil(steps):,} steps"
+        least = counted(math.ceil(steps), "step")
+        out[-1] += f" · {tokens:,} tokens × {counted(s.epochs, 'epoch')} are at least {least}"
     return out
 
 

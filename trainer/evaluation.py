@@ -195,11 +195,10 @@ class _How:
     def evaluate(self, case: Case, texts: dict[str, Own]) -> Row:
         started = self.said = time.monotonic()
         choices = [Choice(case.temperature, seed=number) for number in range(len(case.prompts))]
-        self.doing = f"the target's own continuations of {case.name}: {len(case.prompts)} prompts"
         if self.timed:
             self._warm_up(case.prompts[0])
         elif case.name not in texts:
-            texts[case.name] = self._own_texts(case.prompts, choices)
+            texts[case.name] = self._own_texts(case, choices)
         own: Own = []
         sums = _Sums()
         lookup = PromptLookup(self.drafter.config.block_size)
@@ -246,15 +245,28 @@ class _How:
 
     # -- ways of decoding --------------------------------------------------------------------
 
-    def _own_texts(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Own:
+    def _own_texts(self, case: Case, choices: Sequence[Choice]) -> Own:
         """Each prompt's plain continuation and the lead of each of its tokens; those of one length side by
         side.
         """
+        prompts = case.prompts
         found: dict[int, tuple[Decoded, list[float]]] = {}
         for members in _by_length(prompts):
             chosen = [choices[i] for i in members]
+            group = f"prompts {len(found) + 1} to {len(found) + len(members)} of {len(prompts)}"
+            passes = 0
+
+            def tick(group: str = group) -> None:
+                nonlocal passes
+                passes += 1
+                self.doing = (
+                    f"the target's own continuations of {case.name}: {group}, token {passes} of "
+                    f"{self.new_tokens}"
+                )
+                self.tick()
+
             texts, leads = plain(
-                self.target, [prompts[i] for i in members], self.new_tokens, chosen, self.stop, self.tick
+                self.target, [prompts[i] for i in members], self.new_tokens, chosen, self.stop, tick
             )
             found.update(zip(members, zip(texts, leads, strict=True), strict=True))
         return [found[i] for i in range(len(prompts))]

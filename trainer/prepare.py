@@ -37,6 +37,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 MOST_WORKERS = 16  # by default
 AGREEMENT_TOKENS = 20_000  # labels that --measure-agreement looks at by default
+# What the answers are written with, by default: flags that mean nothing without --regenerate.
+ANSWERS: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 1024, "batch_size": 32, "seed": 0}
 THINKING = {"auto": None, "on": True, "off": False}
 
 
@@ -121,21 +123,32 @@ def parser() -> argparse.ArgumentParser:
     )
     more = made.add_argument_group("answers by the target").add_argument
     more("--regenerate", action="store_true", help="let the target write the answers anew")
-    more(
-        "--temperature",
-        type=_kind(number(0)),
-        default=0.0,
-        metavar="T",
-        help="0: always the likeliest token",
-    )
-    more("--max-new-tokens", type=_kind(integer(1)), default=1024, metavar="N", help="longest answer")
-    more("--batch-size", type=_kind(integer(1)), default=32, metavar="N", help="answers side by side")
-    more("--seed", type=_kind(integer(0)), default=0, metavar="N", help="of the samples")
+    for name, kind, metavar, text in (
+        ("temperature", number(0), "T", "0: always the likeliest token"),
+        ("max_new_tokens", integer(1), "N", "longest answer"),
+        ("batch_size", integer(1), "N", "answers side by side"),
+        ("seed", integer(0), "N", "of the samples"),
+    ):
+        text += f" (default: {ANSWERS[name]})"
+        more("--" + name.replace("_", "-"), type=_kind(kind), metavar=metavar, help=text)
     return made
 
 
-def prepare(argv: Sequence[str] | None) -> None:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     given = parser().parse_args(argv)
+    for name, default in ANSWERS.items():
+        if getattr(given, name) is None:
+            setattr(given, name, default)
+        elif not given.regenerate:
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"{option} means nothing without --regenerate: add that, or leave it out")
+    if not given.data_dir:
+        raise InputError("--data-dir is empty: name the directory to write")
+    return given
+
+
+def prepare(argv: Sequence[str] | None) -> None:
+    given = _arguments(argv)
     read_config(given.target_model)
     if not given.input:
         if given.measure_agreement is None:
@@ -167,13 +180,33 @@ def prepare(argv: Sequence[str] | None) -> None:
         raise InputError(
             f"--data-dir {error.filename or given.data_dir}: {error.strerror or error}"
         ) from None
-    finally:
-        for line in report.lines():
-            say(line)
+    except InputError:
+        if report.read:  # else nothing is known yet that could explain it
+            _tell(report)
+        raise
+    except (KeyboardInterrupt, SystemExit) as end:
+        if Path(given.data_dir).exists():
+            raise
+        raise _Stopped(given.regenerate, end) from None
+    _tell(report)
     say("One of them, with what is learnt from between ⟦ and ⟧:")
     say(sample)
     if given.regenerate or given.measure_agreement is not None:
         _measure(given, model or _load(given))
+
+
+class _Stopped(Exception):
+    """The work was stopped before there was anything to keep but answers; `code` is the exit code."""
+
+    def __init__(self, regenerate: bool, by: KeyboardInterrupt | SystemExit) -> None:
+        more = "; the same command goes on behind the last batch of answers" if regenerate else ""
+        super().__init__(f"stopped: no data was written{more}")
+        self.code = by.code if isinstance(by, SystemExit) and isinstance(by.code, int) else 130
+
+
+def _tell(report: Report) -> None:
+    for line in report.lines():
+        say(line)
 
 
 def _write(given: argparse.Namespace, files: list[Path], chat: Chat, model: Any, report: Report) -> str:
@@ -250,8 +283,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.code
+    except _Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.code
     except KeyboardInterrupt:
-        print("interrupted: no data was written; what --regenerate has is kept", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     return 0
 

@@ -92,10 +92,21 @@ def _groups(text: str, path: Path, where: str) -> dict[str, list[Any]]:
         return {names[0]: _lines(text, where)}
     if isinstance(value, dict) and any(key in value for key in KEYS):
         value = [value]  # JSON lines of one line
+    elif suffix != "json" and (isinstance(value, str) or _is_ids(value)):
+        value = [value]  # the same
+    if isinstance(value, dict) and not any(isinstance(group, list) for group in value.values()):
+        raise InputError(
+            f"{where}: must hold prompts, and its object has none of the keys {', '.join(KEYS)}, nor is it "
+            '{"name": [prompt, …], …}'
+        )
     groups = {names[0]: value} if isinstance(value, list) else value
     if not isinstance(groups, dict) or not all(isinstance(group, list) for group in groups.values()):
         raise InputError(f'{where}: must hold a list of prompts, or {{"name": [prompt, …], …}}')
     return groups
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _lines(text: str, where: str) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.drafter import decoder_of
-from trainer.errors import InputError
+from trainer.errors import InputError, counted
 from trainer.modeldir import check_weights, read_config
 
 
@@ -53,6 +53,8 @@ class Target:
         from transformers.utils import logging  # late: it takes seconds
 
         logging.disable_progress_bar()
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity(logging.CRITICAL)  # what it reports of weights that do not fit is said below
         try:
             model, found = _auto_class(config).from_pretrained(
                 str(directory),
@@ -60,15 +62,18 @@ class Target:
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
             )
         except Exception as error:  # transformers raises what it likes for what is wrong with its input
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise InputError(f"--target-model {directory}: transformers cannot load it ({reason})") from None
+        finally:
+            logging.set_verbosity(verbosity)
         # Without this, transformers would leave random numbers there and only warn.
-        if lacking := sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])}):
+        if wrong := _unfit(found):
             raise InputError(
-                f"--target-model {directory}: its weights do not fit its config.json: {len(lacking)} tensors "
-                f"are missing or of another shape, {lacking[0]} first; copy the model again"
+                f"--target-model {directory}: its weights do not fit its config.json: {wrong}; "
+                "copy the model again"
             )
         if more := _more_than_a_product(model):
             raise InputError(
@@ -146,6 +151,21 @@ def _auto_class(config: dict[str, Any]) -> Any:
     if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return transformers.AutoModelForImageTextToText  # the whole of it; only its decoder will be run
     raise ValueError(f"it knows no causal language model of the type '{kind}'")
+
+
+def _unfit(found: dict[str, Any]) -> str | None:
+    """What is missing or misshapen by transformers' report of a loading, the first by name; None if
+    nothing is.
+    """
+    wrong = {str(name): "is missing" for name in found["missing_keys"]}
+    for name, *shapes in found["mismatched_keys"]:
+        theirs, wanted = (list(shape) for shape in shapes)
+        wrong[str(name)] = f"has the shape {theirs} and not {wanted}"
+    if not wrong:
+        return None
+    first = min(wrong)
+    others = counted(len(wrong) - 1, "other")
+    return f"{first} {wrong[first]}" + (f", and {others} like it" if len(wrong) > 1 else "")
 
 
 def _more_than_a_product(model: Any) -> str | None:

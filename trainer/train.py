@@ -17,7 +17,7 @@ from trainer.config import Settings
 from trainer.data import Batch, Portions, Reader
 from trainer.drafter import Drafter
 from trainer.drafter_config import DrafterConfig
-from trainer.errors import InputError
+from trainer.errors import InputError, counted
 from trainer.evaluating import Evaluations
 from trainer.features import Features
 from trainer.finite import Watch, first_not_finite
@@ -161,8 +161,8 @@ class Trainer:
         say(
             f"drafter {parameters / 1e6:.2f} M parameters, taps {list(self.config.target_layer_ids)} · "
             f"data {len(self.completions):,} documents, {self.completions.meta['tokens']:,} tokens, "
-            f"{self.reader.batches_per_epoch} micro-batches an epoch · {self.device}, "
-            f"{torch.get_num_threads()} threads"
+            f"{counted(self.reader.batches_per_epoch, 'micro-batch', 'micro-batches')} an epoch · "
+            f"{self.device}, {counted(torch.get_num_threads(), 'thread')}"
         )
         self._try_out()
         self._evaluate("before")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -50,6 +51,19 @@ def test_the_command_measures_a_checkpoint(
     assert all(row["tokens_per_second"] > 0 for row in found["rows"])
 
 
+def test_progress_is_told_every_few_seconds_where_nobody_sits_at_a_terminal(
+    model: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = command(model, checkpoint, PROMPTS[:1], "--new-tokens", "6", "--temperature", "0")
+    monkeypatch.setattr(decode, "PERIOD", 0.0)
+    monkeypatch.setattr(evaluation.time, "monotonic", itertools.count(0, 2).__next__)
+    assert decode.main(arguments) == 0
+    assert "speculative decoding of prompts, greedy: 0 of 1 prompts" in capsys.readouterr().err
+    monkeypatch.setattr(decode, "PERIOD", 1e9)
+    assert decode.main(arguments) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_text_ends_where_the_targets_generation_config_says(
     model: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +103,11 @@ def test_a_text_that_is_not_the_targets_own_is_exit_1(
         ([], (), "holds no prompt"),
         ([[1, 97]], (), "token ids from 0 to 96"),
         ([[1]], ("--new-tokens", "1"), "--new-tokens 1 must be"),
+        (
+            [[1, 2]],
+            ("--new-tokens", "255"),
+            "255 behind a prompt of 2 tokens is more than the 256",
+        ),
         ([[1]], ("--tree-budget", "-1"), "--tree-budget -1 must be"),
         ([[1]], ("--max-prompts", "0"), "--max-prompts 0 must be"),
         ([[1]], ("--temperature", "-1"), "--temperature -1 must be"),
@@ -143,7 +162,9 @@ def test_a_damaged_checkpoint_or_one_for_another_target_is_named(
     assert decode.main(arguments) == 2
     assert "for a target of another shape" in capsys.readouterr().err
     assert decode.main([*arguments[:2], "--drafter", str(tmp_path), *arguments[4:]]) == 2
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert f"--drafter {tmp_path}: holds no checkpoint that is whole" in capsys.readouterr().err
+    assert decode.main([*arguments[:2], "--drafter", str(model), *arguments[4:]]) == 2
+    assert f"--drafter {model}: its config.json is not a drafter's of ours" in capsys.readouterr().err
     assert decode.main(["--target", str(tmp_path / "no"), *arguments[2:]]) == 2
     told = f"--target-model {tmp_path / 'no'}: there is no such directory; give a model directory\n"
     assert told in capsys.readouterr().err

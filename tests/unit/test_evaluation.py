@@ -224,7 +224,9 @@ def test_an_evaluation_can_be_ended_at_every_token_of_the_targets_own_text(
     with pytest.raises(Enough):
         evaluate(target, untrained, [Case("a", PROMPTS)], NEW, report)
     assert len(passes) == 2
-    assert said[0] == "the target's own continuations of a, greedy: 3 prompts"
+    of = "the target's own continuations of a, greedy: prompts 1 to"
+    assert said[0].startswith(of)
+    assert [text.partition(" of 3, ")[2] for text in said] == [f"token {i} of {NEW}" for i in (1, 2, 3)]
 
 
 def test_the_cases_of_the_toy_of_a_file_and_of_any_data(tmp_path: Path) -> None:

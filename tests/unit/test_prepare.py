@@ -105,7 +105,8 @@ def test_what_cannot_be_used_is_counted_by_reason_with_its_place(
     place = tmp_path / "in.jsonl"
     for text in (
         f"1 dropped: the line is not valid JSON ({place}:2)",
-        f"2 dropped: neither 'messages' nor 'conversations' nor a prompt with its response ({place}:4, ",
+        f"1 dropped: 'messages' is empty ({place}:4)",
+        f"1 dropped: neither 'messages' nor 'conversations' nor a prompt with its response ({place}:5)",
         f"1 dropped: no assistant's answer ({place}:6)",
         f"1 dropped: a message without text in 'role' and 'content' ({place}:7)",
         f"1 dropped: nothing supervised is left ({place}:8)",
@@ -165,6 +166,12 @@ def bare(path: Path, how: str) -> Path:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
+        (
+            ["--temperature", "0.0"],
+            "--temperature means nothing without --regenerate: add that",
+        ),
+        (["--batch-size", "32"], "--batch-size means nothing without --regenerate"),
+        (["--data-dir", ""], "--data-dir is empty: name the directory to write"),
         (["--max-seq-len", "3"], "--max-seq-len: '3' must be a whole number from 16"),
         (["--what"], "unrecognized arguments: --what"),
         (["--input", "/nowhere.jsonl"], "--input /nowhere.jsonl: No such file or directory"),
@@ -403,7 +410,8 @@ def test_the_shapes_that_are_in_use_are_read(value: dict[str, Any], messages: li
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({"messages": "x"}, "neither 'messages'"),
+        ({"messages": "x"}, "'messages' is no list of messages"),
+        ({"messages": []}, "'messages' is empty"),
         ({"messages": [{"role": "user", "content": float("nan")}]}, "without text in 'role' and 'content'"),
         ({"messages": ["x"]}, "without text in 'role' and 'content'"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "from 'alien', which is no known role"),

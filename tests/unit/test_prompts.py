@@ -53,6 +53,8 @@ ANSWERED = [*CHAT, {"role": "assistant", "content": "friend"}]
         ("HumanEval.jsonl", LINES, {"HumanEval": [[3, 4], [5]]}),
         ("HumanEval.jsonl.gz", gzip.compress(LINES.encode(), mtime=0), {"HumanEval": [[3, 4], [5]]}),
         ("one.jsonl", '{"question": "hello"}\n', {"one": [[3]]}),
+        ("one.jsonl", "[1, 2, 3]\n", {"one": [[1, 2, 3]]}),
+        ("one.jsonl", '"hello there"', {"one": [[3, 4]]}),
         ("lines", '"hello"\n[1, 2]\n', {"lines": [[3], [1, 2]]}),
         ("a.txt", "hello there\n\n  friend\n", {"a": [[3, 4], [5]]}),
         ("prompts", "hello there\nfriend", {"prompts": [[3, 4], [5]]}),
@@ -76,7 +78,8 @@ def test_with_chat_a_text_is_a_users_message(target: Path, tmp_path: Path) -> No
     [
         ("a.json", "{", "is not valid JSON"),
         ("a.jsonl", '"hello"\n{"prompt": \n', "line 2 is not valid JSON"),
-        ("a.json", '{"a": 3}', "must hold a list of prompts"),
+        ("a.json", '{"a": 3}', "its object has none of the keys prompt, messages"),
+        ("a.json", '{"a": 3, "b": []}', "must hold a list of prompts"),
         ("a.json", "3", "must hold a list of prompts"),
         ("a.json", "[]", "holds no prompt"),
         ("a.txt", "\n \n", "holds no prompt"),

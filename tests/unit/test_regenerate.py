@@ -231,6 +231,22 @@ def test_a_run_that_was_killed_goes_on_to_the_same_result(
     assert not kept.exists()
 
 
+def test_a_stop_says_that_nothing_was_written(
+    home: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise SystemExit(143)  # what SIGTERM makes of it
+
+    monkeypatch.setattr(regenerate, "generate", stopped)
+    assert main(flags(home, place, "stopped")) == 143
+    told = capsys.readouterr()
+    assert told.err == (
+        "stopped: no data was written; the same command goes on behind the last batch of answers\n"
+    )
+    assert "documents written" not in told.out
+    assert not (place / "stopped").exists()
+
+
 def test_what_was_begun_with_other_settings_is_not_gone_on_with(
     home: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

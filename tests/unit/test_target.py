@@ -95,14 +95,22 @@ def test_the_mask_token_is_one_that_the_target_never_writes(
         assert default_mask_token(tmp_path, 4) == mask
 
 
-def test_weights_that_do_not_fit_their_config_are_refused(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_their_config_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """transformers would leave random numbers there, and warn."""
     directory = tiny.target_directory(tmp_path / "a")
     weights = load_file(directory / "model.safetensors")
     del weights["model.layers.2.mlp.up_proj.weight"]
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"1 tensors are missing .*, model\.layers\.2\.mlp\.up_proj\.weight"):
+    with pytest.raises(InputError, match=r": model\.layers\.2\.mlp\.up_proj\.weight is missing; copy"):
         Target.load(directory)
+    weights["model.layers.2.mlp.up_proj.weight"] = torch.zeros(3, 5)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    capfd.readouterr()
+    with pytest.raises(InputError, match=r"up_proj\.weight has the shape \[3, 5\] and not \[\d+, 32\]; copy"):
+        Target.load(directory)
+    assert capfd.readouterr() == ("", ""), "transformers' own report is left out"
 
 
 @pytest.mark.parametrize(
