@@ -84,10 +84,18 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     take. Raises InputError.
     """
     from trainer import estimate, resuming, toy
-    from trainer.data_meta import check_meta, known_meta
+    from trainer.data_meta import check_length, check_meta, known_meta, template_warning
     from trainer.drafter_config import DrafterConfig
     from trainer.kernels import kernels
-    from trainer.modeldir import check_weights, default_mask_token, read_config, text_config, tokenizer_digest
+    from trainer.modeldir import (
+        check_weights,
+        default_mask_token,
+        mask_token_warning,
+        read_config,
+        template_digest,
+        text_config,
+        tokenizer_digest,
+    )
     from trainer.packing import check_packing
     from trainer.prompts import read_prompts
 
@@ -119,6 +127,10 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     assert settings.data_dir
     meta = known_meta(settings.data_dir)
     check_meta(settings.data_dir, meta, tokenizer, target.vocab_size)
+    check_length(settings.data_dir, meta.get("longest"), settings.block_size)
+    warnings = [template_warning(settings.data_dir, meta, template_digest(settings.target_model))]
+    if settings.mask_token_id is not None:
+        warnings.append(mask_token_warning(settings.target_model, mask))
     if weights:
         check_weights(settings.target_model)
     if settings.eval_file:
@@ -137,7 +149,7 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     needs = [] if weights else estimate.lines(
         settings, estimate.estimate(settings, drafter, target, tokens), tokens
     )  # fmt: skip
-    return "\n".join(filter(None, [described, fast.line(), *needs]))
+    return "\n".join(filter(None, [described, fast.line(), *warnings, *needs]))
 
 
 def _documents(meta: dict[str, Any]) -> str:

@@ -64,6 +64,7 @@ def measure(target: Target, completions: Completions, labels: int) -> Agreement:
     equal = seen = documents = 0
     for index in _spread(len(completions)):
         ids, mask = completions.document(index)
+        completions.check_ids(ids, [index])
         at = np.flatnonzero(mask[1:])  # the position before each label
         if not len(at):
             continue

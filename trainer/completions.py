@@ -202,8 +202,15 @@ def sha256(path: Path) -> str:
 class Completions:
     """A data directory, memory-mapped."""
 
-    def __init__(self, directory: Path, meta: dict[str, Any], columns: list[tuple[Any, Any, Any]]) -> None:
-        self.directory = directory
+    def __init__(
+        self,
+        directory: Path,
+        meta: dict[str, Any],
+        columns: list[tuple[Any, Any, Any]],
+        home: Path | None = None,
+    ) -> None:
+        self.directory = directory  # what --data-dir names
+        self.home = home or directory  # where the files lie: another place if they were converted
         self.meta = meta
         self._columns = columns  # per record batch: offsets, ids, mask; all views of the mapped files
         sizes = [len(offsets) - 1 for offsets, _, _ in columns]
@@ -211,11 +218,15 @@ class Completions:
         self.lengths = np.concatenate([np.diff(offsets) for offsets, _, _ in columns])
 
     @classmethod
-    def open(cls, directory: str | Path) -> Completions:
-        """Raises InputError, naming the file, if this is no data directory or a file of it is damaged."""
+    def open(cls, directory: str | Path, named: Path | None = None) -> Completions:
+        """Raises InputError, naming the file, if this is no data directory or a file of it is damaged.
+
+        `named` is the user's directory that this one was converted from: what later errors name.
+        """
         directory = Path(directory)
         meta = read_meta(directory)
-        found = cls(directory, meta, mapped(directory, directory, meta["shards"]))
+        columns = mapped(directory, directory, meta["shards"])
+        found = cls(named or directory, meta, columns, home=directory)
         if len(found) != meta["documents"]:
             raise InputError(
                 f"--data-dir {directory}: data.json promises {meta['documents']} documents, "
@@ -240,6 +251,34 @@ class Completions:
             found.append((ids[start:end], mask[start:end]))
         return found
 
+    def check_ids(self, ids: np.ndarray, documents: Sequence[int] | np.ndarray) -> None:
+        """Raises InputError, naming document and file, if `ids`, which are of `documents`, hold one that is
+        not among those that were written: then the file was damaged since.
+        """
+        largest = self.meta["largest_id"]
+        if not ids.size or (ids.min() >= 0 and ids.max() <= largest):
+            return
+        for document in map(int, documents):
+            tokens = self.document(document)[0]
+            if len(wrong := tokens[(tokens < 0) | (tokens > largest)]):
+                again = (
+                    "copy it again, or prepare the data again"
+                    if self.home == self.directory
+                    else f"remove {self.home}, and it is converted again"
+                )
+                raise InputError(
+                    f"--data-dir {self.directory}: document {document} (in {self._shard_of(document)}) holds "
+                    f"the token {wrong[0]}, and none beyond {largest} was written: it is damaged; {again}"
+                )
+
+    def _shard_of(self, document: int) -> str:
+        """The file that a document is in, counted anew: it is asked for once, in an error."""
+        for name in self.meta["shards"]:
+            document -= sum(batch.num_rows for batch in record_batches(self.home / name))
+            if document < 0:
+                return str(name)
+        raise IndexError(document)
+
     @functools.cached_property
     def digest(self) -> str:
         """Names the data by content: 16 hex digits over data.json, without what was measured of it, and the
@@ -248,7 +287,7 @@ class Completions:
         shards = self.meta["shards"]
         sums = self.meta.get("sha256")
         if not isinstance(sums, list) or len(sums) != len(shards):
-            sums = [sha256(self.directory / name) for name in shards]
+            sums = [sha256(self.home / name) for name in shards]
         kept = {key: value for key, value in self.meta.items() if key not in MEASURED}
         text = json.dumps({**kept, "sha256": sums}, sort_keys=True).encode()
         return hashlib.sha256(text).hexdigest()[:16]

@@ -19,6 +19,7 @@ from trainer.anchors import draw, share, valid_anchors
 from trainer.blocks import Blocks
 from trainer.completions import Completions, Document, write_completions
 from trainer.config import Settings
+from trainer.data_meta import check_length
 from trainer.errors import InputError
 from trainer.packing import pack, rounded
 
@@ -142,7 +143,8 @@ def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 class Reader:
     """The micro-batches of a data set by number: batch i is the same whenever it is asked for.
 
-    Raises InputError if no document has the two tokens that an anchor and a label need.
+    Raises InputError if no document has the two supervised tokens that an anchor and a label need, or if none
+    is as long as a block.
     """
 
     def __init__(self, completions: Completions, portions: Portions) -> None:
@@ -156,6 +158,8 @@ class Reader:
                 f"--data-dir {completions.directory}: none of its {len(completions):,} documents has "
                 f"{SHORTEST} tokens, so there is nothing to learn from; prepare it again"
             )
+        check_length(completions.directory, int(completions.lengths.max()), portions.block_size)
+        self._check_supervised()
         if portions.packing:
             self._packed_lengths = rounded(self._lengths, portions.max_seq_len)
             lengths = np.sort(self._packed_lengths[self._usable])[::-1]
@@ -164,6 +168,19 @@ class Reader:
             self._bin_sizes = np.bincount(bins)
         self._order: tuple[int, Order] | None = None
         self.batches_per_epoch = len(self.order(0))
+
+    def _check_supervised(self) -> None:
+        """Raises InputError if there is no anchor in any document. Of sound data it reads the first alone."""
+        for document in self._usable.tolist():
+            mask = self.completions.document(document)[1][: self.length(document)]
+            if len(valid_anchors(mask, self.portions.block_size)):
+                return
+        raise InputError(
+            f"--data-dir {self.completions.directory}: in none of its {len(self.completions):,} documents "
+            f"is a supervised token followed by another within a block of {self.portions.block_size} and the "
+            f"first {self.portions.max_seq_len:,} tokens, so there is nothing to learn of it; prepare it "
+            "again with answers that are supervised (loss_mask 1)"
+        )
 
     def order(self, epoch: int) -> Order:
         """Which documents come together in `epoch`, and when. Its length is the same for every epoch."""
@@ -244,6 +261,7 @@ class Reader:
         for row, member in enumerate(members):
             length = self.length(int(member))
             tokens[row, :length] = self.completions.document(int(member))[0][:length]
+        self.completions.check_ids(tokens, members)
         return tokens
 
     def _collate(self, documents: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
@@ -251,6 +269,7 @@ class Reader:
         lengths = self._lengths[documents]
         cut = list(zip(self.completions.documents(documents), lengths.tolist(), strict=True))
         ids = np.concatenate([ids[:length] for (ids, _), length in cut]).astype(np.int64, copy=False)
+        self.completions.check_ids(ids, documents)
         mask = np.concatenate([mask[:length] for (_, mask), length in cut]) != 0
         ends = np.cumsum(lengths)
         firsts = np.searchsorted(rows, np.arange(rows[-1] + 1))  # each row's first document

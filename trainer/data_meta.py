@@ -63,6 +63,28 @@ def agreement_warning(directory: str | Path, meta: dict[str, Any]) -> str | None
     )
 
 
+def template_warning(directory: str | Path, meta: dict[str, Any], template: str | None) -> str | None:
+    """What to say if the target's chat template (`modeldir.template_digest`) is not the one that the data was
+    prepared with; nothing where one of them is not known.
+    """
+    if not template or not meta.get("template") or meta["template"] == template:
+        return None
+    return (
+        f"warning: data {directory}: it was prepared with another chat template than the target has now "
+        f"({meta['template']}, now {template}), so a server talks to the target in another way than the "
+        "data; prepare it again, or put the template back"
+    )
+
+
+def check_length(directory: str | Path, longest: int | None, block_size: int) -> None:
+    """Raises InputError if no document, of which the longest has `longest` tokens, can fill a block."""
+    if longest is not None and longest < block_size:
+        raise InputError(
+            f"--block-size {block_size} is more than the {longest} tokens of the longest document in "
+            f"--data-dir {directory}, so no block can be filled; give at most {longest}, or longer data"
+        )
+
+
 def check_meta(directory: str | Path, meta: dict[str, Any], tokenizer: str, vocab_size: int) -> None:
     """Raises InputError if these ids were made with another tokenizer than the target's, as far as the data
     says with which.

@@ -119,7 +119,8 @@ def data_cases(completions: Completions, count: int) -> list[Case]:
     prompts = []
     count = min(count, len(completions))
     for number in range(count):
-        ids, mask = completions.document(number * len(completions) // count)
+        ids, mask = completions.document(document := number * len(completions) // count)
+        completions.check_ids(ids, [document])
         start = int((mask != 0).argmax())
         if start:
             prompts.append([int(i) for i in ids[max(0, start - LONGEST_PROMPT) : start]])

@@ -75,7 +75,7 @@ def _kept(directory: Path, kept: Path) -> Completions | None:
     """What an earlier run kept, if it is whole."""
     with contextlib.suppress(InputError):
         if kept.is_dir():
-            return Completions.open(kept)
+            return Completions.open(kept, directory)
     index = kept.with_suffix(".json")
     try:
         meta = json.loads(index.read_text(encoding="utf-8"))
@@ -113,8 +113,10 @@ def _adopt(directory: Path, files: list[str], kept: Path, say: Callable[[str], N
         for name in files:
             for row in _documents(directory, name, mask):
                 writer.add(*row)
+        if not writer.documents:
+            raise InputError(f"--data-dir {directory}: there is not one document in it")
         writer.finish()
-    return Completions.open(kept)
+    return Completions.open(kept, directory)
 
 
 def _described(directory: Path) -> dict[str, Any]:
@@ -136,7 +138,9 @@ def _schema(path: Path) -> Any:
 def _mask_column(directory: Path, files: list[str]) -> str:
     """The column that says what is supervised. Raises InputError if a file has none, or no input_ids."""
     import pyarrow as pa
+    import pyarrow.types as types
 
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
     found = None
     for name in files:
         try:
@@ -155,6 +159,13 @@ def _mask_column(directory: Path, files: list[str]) -> str:
                 f"--data-dir {directory}: {name} has the columns {', '.join(names)}, and needs input_ids and "
                 f"loss_mask (or {', '.join(MASKS[1:])}); make the data with python -m trainer.prepare"
             )
+        for column in ("input_ids", mask):
+            kind = schema.field(column).type
+            if not any(is_one(kind) for is_one in lists):
+                raise InputError(
+                    f"--data-dir {directory}: the column {column} of {name} holds {kind}, and needs a list "
+                    "of whole numbers in each row; make the data with python -m trainer.prepare"
+                )
         found = found or mask
         if mask != found:
             raise InputError(f"--data-dir {directory}: {name} has {mask}, where the other files have {found}")
@@ -190,6 +201,8 @@ def _counted(columns: list[tuple[Any, Any, Any]]) -> dict[str, int]:
 def _largest(ids: np.ndarray) -> int:
     if int(ids.min()) < 0:
         raise ValueError("a token id is negative")
+    if int(ids.max()) >= 1 << 31:
+        raise ValueError("a token id has more than 31 bits")
     return int(ids.max())
 
 

@@ -17,6 +17,7 @@ from trainer.errors import InputError
 # Which files make two tokenizers the same: the vocabulary and the merges, not the chat template.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _LEFT_OVER = re.compile(r"^[<\[].*(reserved|unused|empty_output).*[>\]]$")  # names of tokens
+_MASK = re.compile(r"^[<\[].*mask.*[>\]]$", re.IGNORECASE)
 _SAMPLE = 1 << 20  # bytes at either end of a weight file that stand for it
 _HASHED_WHOLE = 64 << 20  # bytes of weights up to which every byte is read
 
@@ -162,12 +163,7 @@ def default_mask_token(directory: str | Path, vocab_size: int) -> int:
 
     Raises InputError where none exists: then only --mask-token-id can say.
     """
-    try:
-        tokenizer = json.loads((Path(directory) / "tokenizer.json").read_text(encoding="utf-8"))
-        used = dict(tokenizer["model"]["vocab"])
-        used.update({token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])})
-    except (OSError, ValueError, KeyError, TypeError):
-        used = {}
+    used = _used_tokens(Path(directory))
     for name, number in used.items():
         if name.lower() == "<|mask|>":
             return int(number)
@@ -181,6 +177,69 @@ def default_mask_token(directory: str | Path, vocab_size: int) -> int:
             "give one that the target never produces with --mask-token-id"
         )
     return int(unused)
+
+
+def _used_tokens(directory: Path) -> dict[str, int]:
+    """The ids of all tokens by name, as tokenizer.json has them; none if it cannot be read."""
+    try:
+        tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        used = dict(tokenizer["model"]["vocab"])
+        used.update({token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return used
+
+
+def mask_token_warning(directory: str | Path, mask: int) -> str | None:
+    """What to say of a mask token that was asked for and may stand in a text. Raises InputError for one that
+    ends a text: it is in every answer.
+    """
+    directory = Path(directory)
+    names = {number: name for name, number in _used_tokens(directory).items()}
+    name = names.get(mask)
+    eos = _tokenizer_config(directory).get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if mask in stop_tokens(directory) or (name is not None and name == eos):
+        raise InputError(
+            f"--mask-token-id {mask} is {name or 'a token'}, which ends the target's answers; give one that "
+            "the target never produces, or leave the flag out"
+        )
+    if name is None or _MASK.search(name) or _LEFT_OVER.search(name):
+        return None
+    return (
+        f"warning: --mask-token-id {mask} is the token {name!r} of the target's vocabulary, which texts may "
+        "hold; one that the target never produces is better, and without the flag one is chosen"
+    )
+
+
+def template_digest(directory: str | Path) -> str | None:
+    """Names the chat template by content as data.json does (`Chat.facts`), without loading the tokenizer;
+    None if there is none, or several in files of their own.
+    """
+    directory = Path(directory)
+    if (directory / "additional_chat_templates").exists():
+        return None
+    try:
+        template: Any = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        template = _tokenizer_config(directory).get("chat_template")
+    if isinstance(template, list):
+        try:
+            template = {one["name"]: one["template"] for one in template}
+        except (KeyError, TypeError):
+            return None
+    if not template:
+        return None
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tokenizer_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json, or nothing where it cannot be read: who needs it loads the tokenizer."""
+    try:
+        value = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def text_config(directory: str | Path) -> SimpleNamespace:

@@ -308,10 +308,57 @@ def test_documents_longer_than_allowed_are_cut(completions: Completions) -> None
 
 
 def test_a_document_without_any_supervised_token_gives_no_block(tmp_path: Path) -> None:
-    write_completions(tmp_path / "data", [([1, 2, 3], [0, 0, 0])], META)
-    batch = Reader(Completions.open(tmp_path / "data"), PORTIONS).batch(0)
+    write_completions(tmp_path / "data", [([1, 2, 3], [0, 0, 0]), ([1, 2, 3, 4], [0, 1, 1, 1])], META)
+    reader = Reader(Completions.open(tmp_path / "data"), replace(PORTIONS, max_batch_size=1))
+    [batch] = [b for b in map(reader.batch, range(2)) if b.documents == [0]]
     assert batch.blocks.kept == 0
     assert len(batch.rows) == 0
+
+
+def test_data_of_which_nothing_can_be_learnt_is_refused(tmp_path: Path) -> None:
+    rows = [([1] * 70, [0] * 70), ([1] * 70, [0] * 64 + [1] * 6)]  # supervised beyond --max-seq-len alone
+    write_completions(tmp_path / "data", rows, META)
+    found = Completions.open(tmp_path / "data")
+    with pytest.raises(InputError, match="in none of its 2 documents is a supervised token followed by"):
+        Reader(found, PORTIONS)
+    assert Reader(found, replace(PORTIONS, max_seq_len=66)).batch(0).blocks.kept == 1
+    with pytest.raises(
+        InputError, match="--block-size 71 is more than the 70 tokens of the longest document"
+    ):
+        Reader(found, replace(PORTIONS, block_size=71))
+
+
+def test_an_id_that_was_damaged_is_refused_where_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "BATCH_DOCUMENTS", 2)
+    monkeypatch.setattr(disk, "SHARD_BYTES", 1)  # two documents in each file
+    rows = [(np.full(20, 30 + i, dtype=np.int32), np.ones(20)) for i in range(6)]
+    write_completions(tmp_path / "data", rows, META)
+    shard = tmp_path / "data" / "00001.arrow"
+    whole = shard.read_bytes()
+    place = whole.index(rows[3][0].tobytes())
+    for wrong in (123456, -1):
+        value = np.int32(wrong).tobytes()
+        shard.write_bytes(whole[:place] + value + whole[place + 4 :])
+        found = Completions.open(tmp_path / "data")
+        reader = Reader(found, PORTIONS)
+        says = rf"document 3 \(in 00001\.arrow\) holds the token {wrong}, and none beyond 35 was written"
+        with pytest.raises(InputError, match=says):
+            [reader.batch(number) for number in range(reader.batches_per_epoch)]
+        with pytest.raises(InputError, match=says):
+            reader.padded([0, 3])
+
+
+def test_an_agreement_of_damaged_data_is_not_measured(tmp_path: Path) -> None:
+    from trainer import agreement
+    from trainer.target import Target
+
+    write_completions(tmp_path / "data", tiny.documents(3), META)
+    found = Completions.open(tmp_path / "data")
+    found.meta["largest_id"] = 1
+    with pytest.raises(InputError, match="it is damaged; copy it again"):
+        agreement.measure(Target(tiny.qwen3()), found, 1000)
 
 
 def test_the_kept_features_do_not_depend_on_what_is_asked_for_first(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import chats
 import pytest
 import tiny
 import torch
@@ -13,9 +14,18 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
 
 from trainer import modeldir
+from trainer.chat import Chat
+from trainer.data_meta import template_warning
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
-from trainer.modeldir import default_mask_token, stop_tokens, target_digest, text_config
+from trainer.modeldir import (
+    default_mask_token,
+    mask_token_warning,
+    stop_tokens,
+    target_digest,
+    template_digest,
+    text_config,
+)
 from trainer.target import Target
 
 
@@ -93,6 +103,40 @@ def test_the_mask_token_is_one_that_the_target_never_writes(
             default_mask_token(tmp_path, 4)
     else:
         assert default_mask_token(tmp_path, 4) == mask
+
+
+def test_a_mask_token_that_texts_hold_is_warned_of_and_one_that_ends_them_is_refused(tmp_path: Path) -> None:
+    chats.chat_model(tmp_path)
+    tokens = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    [(start, end)] = [(a["id"], b["id"]) for a, b in [tokens]]
+    with pytest.raises(InputError, match=rf"--mask-token-id {end} is <\|im_end\|>, which ends the target's"):
+        mask_token_warning(tmp_path, end)
+    for ordinary in (5, start):
+        assert f"warning: --mask-token-id {ordinary} is the token" in str(
+            mask_token_warning(tmp_path, ordinary)
+        )
+    assert mask_token_warning(tmp_path, end + 1) is None
+    model = {"vocab": {"[MASK]": 0, "<|reserved_special_token_0|>": 1, "mask": 2}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
+    assert [bool(mask_token_warning(tmp_path, i)) for i in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("kept", ["a file", "tokenizer_config.json"])
+def test_the_chat_template_is_named_as_data_json_names_it(tmp_path: Path, kept: str) -> None:
+    chats.chat_model(tmp_path)
+    assert (tmp_path / "chat_template.jinja").exists()
+    if kept != "a file":
+        place = tmp_path / "tokenizer_config.json"
+        value = json.loads(place.read_text())
+        place.write_text(json.dumps({**value, "chat_template": chats.CHATML}))
+        (tmp_path / "chat_template.jinja").unlink()
+    named = template_digest(tmp_path)
+    assert named == Chat(str(tmp_path)).facts["template"]
+    assert template_warning("data", {"template": named}, named) is None
+    assert template_warning("data", {}, named) is None  # another trainer's
+    said = template_warning("data", {"template": "0" * 16}, named)
+    assert said is not None
+    assert said.startswith("warning: data data: it was prepared with another chat template")
 
 
 def test_weights_that_do_not_fit_their_config_are_refused(

@@ -260,6 +260,7 @@ def test_wrong_input_ends_with_one_sentence_and_code_2_and_changes_nothing(
         ({"num_taps": 9}, "--num-taps 9"),
         ({"num_taps": None, "target_layer_ids": "1,3"}, "--target-layer-ids 1,3"),
         ({"mask_token_id": 97}, "--mask-token-id 97"),
+        ({"block_size": 61, "max_seq_len": 256}, "--block-size 61 is more than the "),
     ],
 )
 def test_flags_that_do_not_fit_the_target_are_told_before_torch_is_imported(
@@ -421,6 +422,20 @@ def test_check_config_needs_no_weights(
     assert program.main([*tiny.flags(target, data, tmp_path / "out"), "--check-config"]) == 0
     assert "4 layers, width 32" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_doubtful_is_said_at_the_start_in_a_line_each(
+    model: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data = spoiled(model, tmp_path, "nothing")
+    (target / "chat_template.jinja").write_text("another")
+    meta = json.loads((data / "data.json").read_text())
+    (data / "data.json").write_text(json.dumps({**meta, "template": "0" * 16}))
+    assert program.main([*tiny.flags(target, data, tmp_path / "out", mask_token_id=5), "--check-config"]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2
+    assert f"data {data}: it was prepared with another chat template" in warnings[0]
+    assert "--mask-token-id 5 is the token 't5'" in warnings[1]
 
 
 def test_print_config_prints_what_was_resolved(capsys: pytest.CaptureFixture[str]) -> None:
