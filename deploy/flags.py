@@ -20,7 +20,7 @@ from deploy.errors import either
 class Flag:
     """One flag. `low` and `high` are inclusive unless `above`/`below` (exclusive) are used."""
 
-    kind: str  # int | float | text | switch | integers
+    kind: str  # int | float | text | switch | integers | devices
     low: float | None = None
     high: float | None = None
     above: float | None = None
@@ -41,6 +41,7 @@ class Flag:
             "text": "a text",
             "switch": "true or false",
             "integers": "a list of whole numbers, like [1, 3, 5]",
+            "devices": "a list of GPUs, like [0, 1] (0+1: one target over both; cpu:0: no GPU)",
         }[self.kind]
         parts = []
         if self.low is not None and self.high is not None:
@@ -63,6 +64,8 @@ class Flag:
                 and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
                 and all(0 <= item <= LARGEST for item in value)
             )
+        if self.kind == "devices":
+            return all(_PLACE.fullmatch(place) for place in _places(value))
         if self.kind == "text":
             # A model directory may be called 7: a number is a text that YAML has typed.
             if isinstance(value, bool) or not isinstance(value, str | int | float) or "\0" in str(value):
@@ -83,6 +86,7 @@ class Flag:
         )
 
 
+_PLACE = re.compile(r"\d{1,4}(\+\d{1,4})*|cpu(:\d{1,4})?")
 LARGEST = 2**31 - 1
 LARGEST_FLOAT = sys.float_info.max
 
@@ -142,8 +146,8 @@ FLAGS: dict[str, Flag] = {
     "require-fast-kernels": _SWITCH,
     "dtype": Flag("text", choices=("float32", "bfloat16")),
     "device": Flag("text", pattern=r"auto|cpu|cuda(:\d+)?", described="auto, cpu, cuda or cuda:N"),
-    "target-gpus": Flag("integers"),
-    "drafter-gpus": Flag("integers"),
+    "target-gpus": Flag("devices"),
+    "drafter-gpus": Flag("devices"),
     "compile": Flag("text", choices=("auto", "on", "off")),
     "fresh-compile-cache": _SWITCH,
     "wandb-project": _TEXT,
@@ -198,8 +202,14 @@ def conflict(values: Mapping[str, Any]) -> tuple[str, str] | None:
     return _roles(values.get("target-gpus"), values.get("drafter-gpus"), values.get("device", "auto"))
 
 
-def _roles(targets: list[int] | None, drafters: list[int] | None, device: str) -> tuple[str, str] | None:
-    """What is wrong with the GPUs that are named."""
+def _places(value: Any) -> list[str]:
+    """Devices as they are named one by one, whether YAML gives a list, a text or a number."""
+    every = value if isinstance(value, list) else str(value).split(",")
+    return ["" if isinstance(one, bool) else str(one) for one in every] or [""]
+
+
+def _roles(targets: Any, drafters: Any, device: str) -> tuple[str, str] | None:
+    """What is wrong with the devices that are named."""
     if targets is None and drafters is None:
         return None
     if targets is None or drafters is None:
@@ -209,11 +219,18 @@ def _roles(targets: list[int] | None, drafters: list[int] | None, device: str) -
         return given, f"needs {other} beside it: say which GPUs do the other half of the work"
     if device != "auto":
         return "device", "cannot be given together with target-gpus; keep one of them"
-    for name, numbers in (("target-gpus", targets), ("drafter-gpus", drafters)):
+    places = {"target-gpus": _places(targets), "drafter-gpus": _places(drafters)}
+    pieces = {name: [part for one in given for part in one.split("+")] for name, given in places.items()}
+    for name, numbers in pieces.items():
         if len(set(numbers)) < len(numbers):
             return name, "names a GPU twice; name each once"
-    if set(targets) & set(drafters) and not len(targets) == len(drafters) == 1:
-        return "drafter-gpus", "shares a GPU with target-gpus: give each GPU one role, or one GPU both"
+    if len({part.startswith("cpu") for parts in pieces.values() for part in parts}) > 1:
+        return "drafter-gpus", "and target-gpus mix processes on the CPU with GPUs: take one kind"
+    if any("+" in one for one in places["drafter-gpus"]):
+        return "drafter-gpus", "spreads a drafter over several GPUs: only a target can be, give it one each"
+    shared = set(pieces["target-gpus"]) & set(pieces["drafter-gpus"])
+    if shared and places["target-gpus"] != places["drafter-gpus"]:
+        return "drafter-gpus", "shares a GPU with target-gpus: give each GPU one role, or both the same GPUs"
     return None
 
 

@@ -62,8 +62,8 @@ def train(settings: config.Settings) -> int:
 
 
 def check_devices(settings: config.Settings, *, starting: bool) -> None:
-    """Raises InputError for devices that are not here; at a start also for more than a run can use."""
-    from trainer import device, roles
+    """Raises InputError for devices that are not here."""
+    from trainer import device
 
     device.check(settings.device)
     for flag, numbers in (
@@ -72,8 +72,6 @@ def check_devices(settings: config.Settings, *, starting: bool) -> None:
     ):
         if numbers is not None:
             device.check_gpus(flag, numbers, starting=starting)
-    if starting:
-        roles.one_device(settings)
 
 
 def config_check(settings: config.Settings, *, weights: bool = False) -> str:

@@ -19,7 +19,19 @@ from typing import Any, NoReturn
 
 from trainer import roles
 from trainer.errors import InputError, nearest
-from trainer.kinds import DEVICE, DIRECTORY, INTEGERS, SWITCH, TEXT, Kind, integer, number, one_of, share
+from trainer.kinds import (
+    DEVICE,
+    DEVICES,
+    DIRECTORY,
+    INTEGERS,
+    SWITCH,
+    TEXT,
+    Kind,
+    integer,
+    number,
+    one_of,
+    share,
+)
 from trainer.status import RUN_DIR_VARIABLE
 
 CACHE_VARIABLE = "DRAFTHOUSE_CACHE"
@@ -158,10 +170,10 @@ class Settings:
     dtype: str = flag("float32", one_of("float32", "bfloat16"), "of the target", learns=True)
     require_fast_kernels: bool = flag(False, SWITCH, "refuse PyTorch's slow code for recurrent layers")
     device: str = flag("auto", DEVICE, "where to compute (auto: a GPU if there is one)")
-    target_gpus: tuple[int, ...] | None = flag(
-        None, INTEGERS, "GPUs that run the target, in place of --device"
+    target_gpus: tuple[str, ...] | None = flag(
+        None, DEVICES, "GPUs that run the target, a process each, in place of --device"
     )
-    drafter_gpus: tuple[int, ...] | None = flag(None, INTEGERS, "GPUs that train the drafter")
+    drafter_gpus: tuple[str, ...] | None = flag(None, DEVICES, "GPUs that train the drafter")
     compile: str = flag("auto", one_of("auto", "on", "off"), "torch.compile of the drafter (auto: on a GPU)")
     fresh_compile_cache: bool = flag(False, SWITCH, "compile anew instead of from the cache")
     wandb_project: str | None = flag(None, TEXT, "also log to Weights & Biases")

@@ -37,7 +37,7 @@ def check(name: str, *, devices: Path = Path("/dev"), environment: Mapping[str, 
 
 def check_gpus(
     flag: str,
-    numbers: Sequence[int],
+    places: Sequence[str],
     *,
     starting: bool,
     devices: Path = Path("/dev"),
@@ -46,14 +46,18 @@ def check_gpus(
     """Raises InputError if `flag` names more GPUs than a run sees here. A machine without any may check a
     configuration for another one; it cannot start it.
     """
+    named = [device for place in places for device in place.split("+")]
+    numbers = [int(device) for device in named if device.isdigit()]
+    if not numbers:
+        return
     most, visible = _count(devices, environment)
     if starting:
-        _check_build(f"{flag} {','.join(map(str, numbers))}", f"leave {flag} out")
+        _check_build(f"{flag} {','.join(places)}", f"give {flag} cpu:0 or leave it out")
     if most is None or (most == 0 and not starting):
         return
     if missing := [number for number in numbers if number >= most]:
         raise InputError(
-            f"{flag} {','.join(map(str, numbers))}: there is no GPU {missing[0]} here, "
+            f"{flag} {','.join(places)}: there is no GPU {missing[0]} here, "
             f"since a run sees {most} GPUs{_why(visible)}; GPUs are counted from 0"
         )
 

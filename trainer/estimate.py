@@ -155,8 +155,9 @@ def lines(settings: Settings, found: Estimate, tokens: int) -> list[str]:
     ]
     if len(assigned.devices) > 1:
         for flag, memory in (("target", found.target_memory), ("drafter", found.drafter_memory)):
-            numbers = s.target_gpus if flag == "target" else s.drafter_gpus
-            out.append(f"memory of each {flag} GPU ({', '.join(map(str, numbers or ()))}): {_memory(memory)}")
+            places = s.target_gpus if flag == "target" else s.drafter_gpus
+            what = "process" if places and places[0].startswith("cpu") else "GPU"
+            out.append(f"memory of each {flag} {what} ({', '.join(places or ())}): {_memory(memory)}")
     else:
         shared = {**found.drafter_memory, **found.target_memory, "features": found.drafter_memory["features"]}
         del shared["embedding and output head"]  # the target's own

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_PLACE = re.compile(r"\d{1,4}(\+\d{1,4})*|cpu(:\d{1,4})?")
 LARGEST = 2**31 - 1  # of a whole number, unless a flag says otherwise: what fits everywhere it is handed on
 
 
@@ -73,8 +75,21 @@ def _integers(text: str) -> tuple[int, ...]:
     return found
 
 
+def _devices(text: str) -> tuple[str, ...]:
+    places = tuple(text.split(","))
+    if not all(_PLACE.fullmatch(place) for place in places):
+        raise ValueError
+    return places
+
+
 TEXT = Kind(str, "text")
 DIRECTORY = Kind(lambda text: str(Path(text).expanduser()), "a path")
 SWITCH = Kind(lambda text: {"true": True, "false": False}[text.lower()], "true or false", (bool,))
 INTEGERS = Kind(_integers, "whole numbers separated by commas", (list, int))
+DEVICES = Kind(
+    _devices,
+    "numbers of GPUs separated by commas, like 0,1 (0+1: one target over both; cpu:0,cpu:1: processes "
+    "without GPUs)",
+    (list, int, str),
+)
 DEVICE = Kind(_device, "auto, cpu, cuda or cuda:N")

@@ -1,26 +1,62 @@
-"""Which device does what: some run the target, some train the drafter, or one does both. Needs no torch."""
+"""Which device does what: some run the target, some train the drafter, or each does both. Needs no torch.
+
+One process per device, a rank each: the drafters first, since rank 0 keeps the books.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from trainer.errors import InputError
 
 if TYPE_CHECKING:
     from trainer.config import Settings
 
+Role = Literal["target", "drafter", "colocated"]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process: its number among all, its number among those of its role, and where it computes."""
+
+    number: int
+    role: Role
+    index: int
+    device: str  # a target that is spread over several has them joined by +
+
+    def __str__(self) -> str:
+        """``rank 3 (target 1 on cuda:1)``"""
+        which = self.role if self.role == "colocated" else f"{self.role} {self.index}"
+        return f"rank {self.number} ({which} on {self.device})"
+
 
 @dataclass(frozen=True)
 class Roles:
-    """Names of devices, as torch has them ("auto": still to be found out)."""
+    """Names of devices, as torch has them ("auto": still to be found out); "cpu:1" is a second process."""
 
     targets: tuple[str, ...]
     drafters: tuple[str, ...]
 
     @property
     def devices(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.targets, *self.drafters)))
+        every = (device for place in (*self.targets, *self.drafters) for device in place.split("+"))
+        return tuple(dict.fromkeys(every))
+
+    @property
+    def colocated(self) -> bool:
+        """Whether each process does both."""
+        return self.targets == self.drafters
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        if self.colocated:
+            return tuple(Rank(i, "colocated", i, device) for i, device in enumerate(self.drafters))
+        count = len(self.drafters)
+        drafters = [Rank(i, "drafter", i, device) for i, device in enumerate(self.drafters)]
+        targets = [Rank(count + i, "target", i, device) for i, device in enumerate(self.targets)]
+        return (*drafters, *targets)
 
 
 def of(settings: Settings) -> Roles:
@@ -33,28 +69,35 @@ def of(settings: Settings) -> Roles:
         raise InputError(f"{given} needs {other} beside it: say which GPUs do the other half of the work")
     if settings.device != "auto":
         raise InputError(f"--device {settings.device} and --target-gpus exclude each other: give one of them")
-    for name, numbers in (("--target-gpus", targets), ("--drafter-gpus", drafters)):
-        if len(set(numbers)) < len(numbers):
-            raise InputError(f"{name} {_list(numbers)} names a GPU twice; name each once")
-    both = set(targets) & set(drafters)
-    if both and not len(targets) == len(drafters) == 1:
-        raise InputError(
-            f"--target-gpus {_list(targets)} and --drafter-gpus {_list(drafters)} share GPU {min(both)}: "
-            "give each GPU one role, or one GPU both"
+    if wrong := conflict(targets, drafters):
+        raise InputError(wrong)
+    return Roles(tuple(map(_torch_name, targets)), tuple(map(_torch_name, drafters)))
+
+
+def conflict(targets: Sequence[str], drafters: Sequence[str]) -> str | None:
+    """What is wrong with the devices of both flags together, as one sentence; None if nothing is."""
+    flags = {"--target-gpus": targets, "--drafter-gpus": drafters}
+    pieces = {flag: [device for place in places for device in place.split("+")]
+              for flag, places in flags.items()}  # fmt: skip
+    for flag, devices in pieces.items():
+        if len(set(devices)) < len(devices):
+            return f"{flag} {','.join(flags[flag])} names a GPU twice; name each once"
+    every = [device.startswith("cpu") for devices in pieces.values() for device in devices]
+    named = " and ".join(f"{flag} {','.join(places)}" for flag, places in flags.items())
+    if any(every) and not all(every):
+        return f"{named} mix processes on the CPU with GPUs: take one kind"
+    if spread := [place for place in drafters if "+" in place]:
+        return (
+            f"--drafter-gpus {spread[0]}: a drafter is trained on one GPU each, only a target is spread over "
+            f"several; give {spread[0].replace('+', ',')}"
         )
-    return Roles(tuple(f"cuda:{n}" for n in targets), tuple(f"cuda:{n}" for n in drafters))
+    both = set(pieces["--target-gpus"]) & set(pieces["--drafter-gpus"])
+    if both and targets != drafters:
+        name = min(both)
+        what = name if name.startswith("cpu") else f"GPU {name}"
+        return f"{named} share {what}: give each GPU one role, or both flags the same GPUs"
+    return None
 
 
-def one_device(settings: Settings) -> str:
-    """The device of a run that uses one. Raises InputError for a run that would use several."""
-    roles = of(settings)
-    if len(roles.devices) > 1:
-        raise InputError(
-            f"--target-gpus {_list(settings.target_gpus)} --drafter-gpus {_list(settings.drafter_gpus)}: "
-            "a run uses one device so far; give the same GPU twice, as in --target-gpus 0 --drafter-gpus 0"
-        )
-    return roles.devices[0]
-
-
-def _list(numbers: tuple[int, ...] | None) -> str:
-    return ",".join(map(str, numbers or ()))
+def _torch_name(place: str) -> str:
+    return "+".join(device if device.startswith("cpu") else f"cuda:{device}" for device in place.split("+"))

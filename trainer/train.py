@@ -66,7 +66,7 @@ class Trainer:
         self.output = Path(settings.output_dir)
         self.stop = StopSignal()
         self.records = Records()
-        self.device = choose_device(roles.one_device(settings))
+        self.device = choose_device(roles.of(settings).ranks[0].device)
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             monitor.gauge = functools.partial(gpu.memory, self.device)

@@ -123,6 +123,12 @@ def test_the_defaults_that_flags_must_agree_with_are_the_trainers() -> None:
         {"target-gpus": [0, 0], "drafter-gpus": [1]},
         {"target-gpus": [0, 1], "drafter-gpus": [1, 2]},
         {"target-gpus": [0], "drafter-gpus": [1], "device": "cuda"},
+        {"target-gpus": [0, 1], "drafter-gpus": [0, 1]},
+        {"target-gpus": ["0+1", "2+3"], "drafter-gpus": [4]},
+        {"target-gpus": ["0+1"], "drafter-gpus": ["2+3"]},
+        {"target-gpus": ["0+1"], "drafter-gpus": [1]},
+        {"target-gpus": ["cpu:0"], "drafter-gpus": ["cpu:1", "cpu:2"]},
+        {"target-gpus": ["cpu:0"], "drafter-gpus": [1]},
         {},
     ],
 )

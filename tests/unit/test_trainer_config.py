@@ -104,7 +104,10 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
             ["--target-gpus", "0", "--drafter-gpus", "0", "--device", "cuda"],
             "--device cuda and --target-gpus exclude each other",
         ),
-        (["--target-gpus", "a", "--drafter-gpus", "0"], "--target-gpus 'a' must be whole numbers"),
+        (["--target-gpus", "a", "--drafter-gpus", "0"], "--target-gpus 'a' must be numbers of GPUs"),
+        (["--target-gpus", "0", "--drafter-gpus", "cpu:1"], "mix processes on the CPU with GPUs"),
+        (["--target-gpus", "0", "--drafter-gpus", "1+2"], "only a target is spread over several; give 1,2"),
+        (["--target-gpus", "0+1,1", "--drafter-gpus", "2"], "--target-gpus 0+1,1 names a GPU twice"),
         (["--noise-type", "salt"], "--noise-type 'salt' must be uniform or gaussian"),
         (["--compile", "maybe"], "--compile 'maybe' must be auto or on or off"),
         (["--config", "/nowhere.yaml"], "--config /nowhere.yaml: cannot be read (No such file or directory)"),
@@ -386,7 +389,7 @@ def test_more_gpus_named_than_there_are_is_one_sentence(
     for node in nodes:
         (tmp_path / f"nvidia{node}").touch()
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    given = tuple(map(int, numbers.split(",")))
+    given = tuple(numbers.split(","))
     options: dict = {"starting": starting, "devices": tmp_path, "environment": environment}
     if says is None:
         device.check_gpus("--target-gpus", given, **options)
@@ -459,15 +462,21 @@ def test_checking_a_command_line_imports_no_torch(model: tuple[Path, Path], tmp_
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_run_that_would_use_several_gpus_is_refused_at_its_start_alone() -> None:
-    several = [*GIVEN, "--target-gpus", "0,1", "--drafter-gpus", "2"]
-    settings = parse(several).settings
-    assert roles.of(settings).devices == ("cuda:0", "cuda:1", "cuda:2")
-    with pytest.raises(InputError, match="a run uses one device so far; give the same GPU twice"):
-        roles.one_device(settings)
-    one = parse([*GIVEN, "--target-gpus", "3", "--drafter-gpus", "3"]).settings
-    assert roles.one_device(one) == "cuda:3"
-    assert roles.one_device(parse(GIVEN).settings) == "auto"
+def test_each_device_is_a_rank_with_its_role_and_drafters_come_first() -> None:
+    def ranks(*flags: str) -> list[str]:
+        return [str(rank) for rank in roles.of(parse([*GIVEN, *flags]).settings).ranks]
+
+    assert ranks("--target-gpus", "0,1+3", "--drafter-gpus", "2") == [
+        "rank 0 (drafter 0 on cuda:2)",
+        "rank 1 (target 0 on cuda:0)",
+        "rank 2 (target 1 on cuda:1+cuda:3)",
+    ]
+    assert ranks("--target-gpus", "cpu:0,cpu:1", "--drafter-gpus", "cpu:0,cpu:1") == [
+        "rank 0 (colocated on cpu:0)",
+        "rank 1 (colocated on cpu:1)",
+    ]
+    assert ranks("--target-gpus", "3", "--drafter-gpus", "3") == ["rank 0 (colocated on cuda:3)"]
+    assert ranks() == ["rank 0 (colocated on auto)"]
 
 
 # The command line that the reference recipe was written from, as it was typed.
@@ -487,8 +496,8 @@ def test_the_command_line_of_a_trainer_written_by_hand_is_read_as_it_was_meant()
         "target_model": "/dev/shm/Qwen3.6-27B",
         "data_dir": "/workspace/tokenized_completions",
         "output_dir": "/workspace/checkpoints",
-        "target_gpus": (0, 1, 2, 3, 4),
-        "drafter_gpus": (5, 6, 7),
+        "target_gpus": ("0", "1", "2", "3", "4"),
+        "drafter_gpus": ("5", "6", "7"),
         "epochs": 6,
         "lr": 6e-4,
         "warmup_ratio": 0.04,
