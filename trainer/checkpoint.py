@@ -52,6 +52,9 @@ class State:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     wandb_id: str = ""  # of the run in Weights & Biases that a resumed run continues
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the checkpoint's other files
+    # Micro-batches of a step, on all devices together: what is learnt does not depend on how many these are.
+    # 0: not told, by an older trainer, which had one device.
+    per_step: int = 0
     schema: int = SCHEMA
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trainer.data import Batch, Reader
 from trainer.target import Target
+from trainer.waiting import Waits
 
 
 class Features:
@@ -49,6 +50,35 @@ class Features:
         for document, *rows in zip(group, *found[: 1 + self.keep_last], strict=True):
             length = self.reader.length(int(document))
             self._kept[int(document)] = [row[:length].clone() for row in rows]
+
+
+class Here:
+    """Features that this process computes itself, when they are wanted."""
+
+    def __init__(self, features: Features) -> None:
+        self._features = features
+        self.waits = Waits()
+
+    def __call__(self, number: int | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """(taps [b, C, K·H] of the context, the last hidden states [b, S, H]; None if they are not kept)"""
+        taps, last = self._features(batch)
+        return taps[:, : batch.blocks.context_length], last
+
+    def has_last(self, number: int) -> bool:
+        return True
+
+    def last(self, batch: Batch) -> Tensor | None:
+        """The last hidden states, computed if they are not kept."""
+        return self._features.last(batch)
+
+    def skip(self, number: int, batch: Batch) -> None:
+        """Nothing of this micro-batch is wanted."""
+
+    def release(self) -> None:
+        """What was handed out is no longer needed."""
+
+    def end(self) -> None:
+        """Nothing more is wanted for now."""
 
 
 def _placed(documents: list[Tensor], batch: Batch) -> Tensor:

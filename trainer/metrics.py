@@ -9,7 +9,7 @@ and read when a log line is due: nothing in a step waits for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,26 @@ class Look:
     valid: Tensor  # [n, B - 1] bool: there is a label
     agrees: Tensor | None  # [n, B - 1] bool: the label is the target's own choice
     drafted: Tensor | None  # [n, B - 1] bool: the drafter's choice is the target's
+
+
+@dataclass
+class Sums:
+    """What one process has summed."""
+
+    values: dict[str, float]  # loss, its parts, weight
+    slots: list[list[int]]  # [4][B - 1]: labelled, right, right up to here, right before here
+    blocks: int
+    look: tuple[dict[str, Any], dict[str, list[float | None]]] | None = None
+
+    def add(self, other: Sums) -> None:
+        for name, value in other.values.items():
+            self.values[name] = self.values.get(name, 0.0) + value
+        self.slots = [
+            [a + b for a, b in zip(mine, theirs, strict=True)]
+            for mine, theirs in zip(self.slots, other.slots, strict=True)
+        ]
+        self.blocks += other.blocks
+        self.look = self.look or other.look
 
 
 class Tally:
@@ -104,20 +124,35 @@ class Tally:
         self._look = look(visit.top, batch, self.sample, last, choices)
         self._since = 1
 
-    def read(self) -> dict[str, Any]:
-        """The figures since the last reading; begins anew. Here the device is waited for, once."""
+    def take(self) -> Sums:
+        """What was summed since the last time; begins anew. Here the device is waited for, once."""
         self._fold()
         names = list(self._sums)
         found = torch.stack([self._sums[n] for n in names]).tolist() if names else []
-        sums = dict(zip(names, found, strict=True))
-        labelled, right, streak, reached = self._slots.tolist()
+        taken = Sums(dict(zip(names, found, strict=True)), self._slots.tolist(), self._blocks)
+        if self._look:
+            taken.look = summary(self._look)
+        self._clear()
+        return taken
+
+    def read(self) -> dict[str, Any]:
+        """The figures since the last reading; begins anew."""
+        return self.figures([self.take()])
+
+    def figures(self, taken_by_each: Sequence[Sums]) -> dict[str, Any]:
+        """The figures of what one or more processes took."""
+        taken, *others = taken_by_each
+        for other in others:
+            taken.add(other)
+        sums, blocks = taken.values, taken.blocks
+        labelled, right, streak, reached = taken.slots
         weight = sums.pop("weight", 0.0)
         total, mean = sums.pop("loss", 0.0), {}
         if len(sums) > 1:  # more than cross-entropy alone
             mean["loss_parts"] = {name: _ratio(value, weight) for name, value in sums.items()}
         figures = {
             "loss": _ratio(total, weight),
-            "tau_hat": 1 + sum(streak) / self._blocks if self._blocks else None,
+            "tau_hat": 1 + sum(streak) / blocks if blocks else None,
             "accuracy": _ratio(sum(right), sum(labelled)),
             **mean,
         }
@@ -125,14 +160,13 @@ class Tally:
             "accuracy": _ratios(right, labelled),
             "acceptance": _ratios(streak, reached),
         }
-        if self._look:
-            more, recall = summary(self._look)
+        if taken.look:
+            more, recall = taken.look
             if "agreement" in more:
                 self.same += int(more.pop("same"))
                 self.seen += int(more.pop("seen"))
             figures |= more
             slots["recall"] = recall
-        self._clear()
         return figures | {"slots": slots}
 
     def warning(self) -> str | None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainer import waiting
 from trainer.status import ATTEMPT_VARIABLE, Heartbeat, Request, RunDir
 
 PERIOD = 1.0  # s
@@ -97,7 +98,7 @@ class Interval:
         try:
             yield
         finally:
-            self.timed[name].append((start, self.clock.mark()))
+            self.timed.setdefault(name, []).append((start, self.clock.mark()))
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -135,6 +136,7 @@ def line(step: int, total: int, record: dict[str, Any]) -> str:
             *(f"tree-τ {tau:.2f}" for tau in list(record.get("tree_tau", {}).values())[-1:]),
             f"lr {record['lr']:.1e}",
             f"{parts} ms",
+            *([waiting.described(record["waiting"])] if "waiting" in record else []),
             f"mem {_memory(record['memory'])}",
         ]
     )

@@ -49,7 +49,8 @@ class Optimizer:
         self._muon = _Muon(hidden, weight_decay) if hidden else None
 
     @property
-    def _gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[Tensor]:
+        """Flat, and summed over micro-batches; other processes' are added here before a step."""
         parts: list[_AdamW | _Muon] = [*self._adam, *([self._muon] if self._muon else [])]
         return [part.flat.grad for part in parts if part.flat.grad is not None]
 
@@ -60,7 +61,7 @@ class Optimizer:
         Returns the norm before clipping, a scalar on the device: nothing here waits for a GPU. Where it is
         not finite nothing was changed but the gradients, which are cleared.
         """
-        norm = torch.cat([_norms(gradient) for gradient in self._gradients]).norm() / divisor
+        norm = torch.cat([_norms(gradient) for gradient in self.gradients]).norm() / divisor
         lost = ~torch.isfinite(norm)
         excess = (norm / clip).clamp(min=1.0) if clip > 0 else torch.ones_like(norm)
         scale = excess * divisor
@@ -68,7 +69,7 @@ class Optimizer:
             part.step(rate, scale, lost)
         if self._muon:
             self._muon.step(rate, scale, lost)
-        for gradient in self._gradients:
+        for gradient in self.gradients:
             gradient.zero_()
         return norm
 

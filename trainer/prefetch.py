@@ -22,14 +22,17 @@ class Source(Protocol):
 
 
 class Prefetch:
-    """`source.batch` by number, computed ahead as long as one number follows the other.
+    """`source.batch` by number, computed ahead as long as the numbers grow by `stride`.
 
     What the source raises is raised by `batch` with the number that it happened at. For a GPU the batches lie
     in pinned memory, from which they can be copied while it computes. `close` ends the thread.
     """
 
-    def __init__(self, source: Source, device: torch.device | str = "cpu", depth: int = DEPTH) -> None:
+    def __init__(
+        self, source: Source, device: torch.device | str = "cpu", depth: int = DEPTH, stride: int = 1
+    ) -> None:
         self._source = source
+        self._stride = stride
         self._pin = torch.device(device).type == "cuda"
         self._depth = depth
         self._next: int | None = None  # the number that the thread hands out next
@@ -46,7 +49,7 @@ class Prefetch:
         if isinstance(found, BaseException):
             self.close()
             raise found
-        self._next = number + 1
+        self._next = number + self._stride
         return found
 
     def _begin(self, number: int) -> None:
@@ -68,7 +71,7 @@ class Prefetch:
             ready.put(found)  # `close` makes room
             if isinstance(found, BaseException):
                 return
-            number += 1
+            number += self._stride
 
     def close(self) -> None:
         """End the thread and forget what it has made ready."""

@@ -85,6 +85,14 @@ def changed(found: Found, ours: dict[str, Any]) -> list[str]:
     return [key for key in ours if theirs.get(key, default.get(key)) != ours[key]]
 
 
+def per_step(found: Found, ours: dict[str, Any], wanted: int) -> int:
+    """Micro-batches of a step: as before, however many devices there are now, unless --grad-accum is another;
+    then `wanted`.
+    """
+    before = found.state.settings.get("grad_accum", FIELDS["grad_accum"].default)
+    return wanted if before != ours["grad_accum"] else found.state.per_step or before
+
+
 def begins_again(changed: Collection[str]) -> bool:
     """Whether the micro-batches are others than those that the epoch in progress began with."""
     return bool({"data", *_of_kind(ORDER)} & set(changed))

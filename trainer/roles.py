@@ -5,6 +5,7 @@ One process per device, a rank each: the drafters first, since rank 0 keeps the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +14,9 @@ from trainer.errors import InputError
 
 if TYPE_CHECKING:
     from trainer.config import Settings
+
+RANK_VARIABLE = "DRAFTHOUSE_RANK"  # set for each process of a run that has several
+STORE_VARIABLE = "DRAFTHOUSE_STORE"  # a file in which they find each other
 
 Role = Literal["target", "drafter", "colocated"]
 
@@ -30,6 +34,17 @@ class Rank:
         """``rank 3 (target 1 on cuda:1)``"""
         which = self.role if self.role == "colocated" else f"{self.role} {self.index}"
         return f"rank {self.number} ({which} on {self.device})"
+
+
+def own_rank() -> int:
+    """The number of this process among those of its run."""
+    return int(os.environ.get(RANK_VARIABLE) or 0)
+
+
+def store() -> str | None:
+    """Where the processes of this run find each other, as torch.distributed's init_method."""
+    place = os.environ.get(STORE_VARIABLE)
+    return f"file://{place}" if place else None
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ class Saving:
         self.state.step = found.state.step
         self.state.micro_batch = found.state.micro_batch
         self.state.epoch = found.state.epoch
+        self.state.per_step = resuming.per_step(found, ours, self.state.per_step)
         if changed := resuming.changed(found, ours):
             say(f"warning: resuming with other settings than before: {', '.join(changed)}")
             if resuming.begins_again(changed):

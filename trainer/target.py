@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ def choose_device(name: str) -> torch.device:
     """Raises InputError if it is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cpu"):  # "cpu:1" is a second process, and the same device
+        return torch.device("cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"--device {name}: this process sees {torch.cuda.device_count()} GPUs")
@@ -39,14 +41,17 @@ class Target:
 
     @classmethod
     def load(
-        cls, directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+        cls,
+        directory: str | Path,
+        dtype: torch.dtype | Literal["auto"] = torch.float32,
+        device: str | torch.device = "cpu",
     ) -> Target:
         """Load a model directory. Raises InputError if it is damaged, or no decoder that can be a target.
 
         Its safetensors are mapped: on the CPU they stay so, and a device gets them tensor by tensor, without
-        a second copy in memory. With another `dtype` than the files' own they are converted, into a copy.
-        Of a model with a vision part (Qwen3.5, …) the language model alone is loaded, where transformers has
-        a class for that.
+        a second copy in memory. With another `dtype` than the files' own ("auto") they are converted, into a
+        copy. Of a model with a vision part (Qwen3.5, …) the language model alone is loaded, where
+        transformers has a class for that.
         """
         config = read_config(directory)
         check_weights(directory)
@@ -81,6 +86,19 @@ class Target:
                 "and the training objective knows no other; choose another target"
             )
         return cls(model.to(device))
+
+    @classmethod
+    def load_ends(cls, directory: str | Path, dtype: torch.dtype, device: str | torch.device) -> Target:
+        """Only embedding and output head are put on `device`, which is all that training a drafter needs of a
+        target that runs elsewhere. Its layers stay mapped from the files: `model` can be read, and is not
+        run.
+        """
+        found = cls.load(directory, "auto", "cpu")
+        embedding, head = found.model.get_input_embeddings(), found.head
+        embedding.to(device, dtype)
+        if head.weight is not embedding.weight:
+            head.to(device, dtype)
+        return found
 
     def tap(self, layer_ids: tuple[int, ...] | list[int]) -> None:
         """Choose the layers whose outputs `features` returns, in this order.

@@ -1,9 +1,13 @@
-"""A training run from its first line to its last: load, resume, train, save, evaluate."""
+"""A training run from its first line to its last: load, resume, train, save, evaluate.
+
+A run of several devices has a process for each. Those that train the drafter are a team: they do the same
+steps at the same time, each with its part of a step's micro-batches, and sum their gradients. Rank 0 is one
+of them and keeps the books.
+"""
 
 from __future__ import annotations
 
 import functools
-import os
 import secrets
 import time
 from pathlib import Path
@@ -11,32 +15,34 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer import allocator, checkpoint, compiling, evaluation, gpu, resuming, roles, worst
+from trainer import allocator, checkpoint, compiling, evaluation, gpu, roles, worst
+from trainer.channel import Incoming
 from trainer.closed_form import Terms
 from trainer.config import Settings
-from trainer.data import Batch, Portions, Reader
+from trainer.data import Batch
 from trainer.drafter import Drafter
-from trainer.drafter_config import DrafterConfig
-from trainer.errors import InputError, counted
-from trainer.evaluating import Evaluations
-from trainer.features import Features
-from trainer.finite import Watch, first_not_finite
-from trainer.foreign import open_completions
+from trainer.errors import counted
+from trainer.evaluation import Row
+from trainer.features import Features, Here
+from trainer.feeding import Feeder, Order, measured_elsewhere
+from trainer.finite import Watch
+from trainer.loading import load
 from trainer.loss import Objective, Visit, teacher_rows
 from trainer.metrics import TOP, Tally
-from trainer.modeldir import default_mask_token, stop_tokens, target_digest, tokenizer_digest
 from trainer.monitor import HostClock, Interval, Monitor, StopSignal, line, say
 from trainer.noise import Noise
 from trainer.optim import Optimizer, learning_rate
-from trainer.packing import check_packing
 from trainer.prefetch import Prefetch
 from trainer.saving import Saving
 from trainer.sinks import Project, Records
 from trainer.status import Request
-from trainer.target import Target, choose_device
+from trainer.sums import GradientSum
+from trainer.target import choose_device
+from trainer.waiting import waiting
+from trainer.world import PeerLost, World
 
-SHM_VARIABLE = "DRAFTHOUSE_SHM"  # where weights lie in memory
 SAVE_FAILED = 1  # exit code if the checkpoint that was asked for could not be written
+LOST = 1  # … if another process of the run is gone
 
 
 class Stopped(Exception):
@@ -49,54 +55,65 @@ class Stopped(Exception):
 
 def run(settings: Settings, monitor: Monitor) -> int:
     """Returns the exit code. Raises InputError for what can be put right by whoever started it."""
-    with checkpoint.output_directory(Path(settings.output_dir)):
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
-        trainer = Trainer(settings, monitor)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    ranks = roles.of(settings).ranks
+    number = roles.own_rank()
+    device = choose_device(ranks[number].device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        monitor.gauge = functools.partial(gpu.memory, device)
+    try:
+        world = World(ranks, number, roles.store())
         try:
-            return trainer.run()
+            return _run(settings, monitor, world, device)
         finally:
-            trainer.close()
+            world.close()
+    except PeerLost as lost:
+        say(f"another process of this run is gone ({lost})")
+        return LOST
+
+
+def _run(settings: Settings, monitor: Monitor, world: World, device: torch.device) -> int:
+    if world.rank.role == "target":
+        return Feeder(settings, monitor, world, load(settings, monitor, device), device).run()
+    if not world.main:
+        return _train(settings, monitor, world, device)
+    with checkpoint.output_directory(Path(settings.output_dir)):
+        return _train(settings, monitor, world, device)
+
+
+def _train(settings: Settings, monitor: Monitor, world: World, device: torch.device) -> int:
+    trainer = Trainer(settings, monitor, world, device)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
 
 
 class Trainer:
-    def __init__(self, settings: Settings, monitor: Monitor) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        monitor: Monitor,
+        world: World | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Without a `world` it is a run of one process."""
         self.settings = settings
         self.monitor = monitor
+        self.world = world = world or World(roles.of(settings).ranks[:1], 0)
+        self.device = device = device or choose_device(world.rank.device)
         self.output = Path(settings.output_dir)
         self.stop = StopSignal()
+        self.logged = 0.0  # when the last log line was
         self.records = Records()
-        self.device = choose_device(roles.of(settings).ranks[0].device)
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            monitor.gauge = functools.partial(gpu.memory, self.device)
-        self.clock = gpu.GpuClock() if on_gpu else HostClock()
-        self.toy_prompts: evaluation.Prompts | None = None  # with the toy target
+        self.clock = gpu.GpuClock() if device.type == "cuda" else HostClock()
 
-        monitor.phase("loading")
-        target_dir, data_dir = self._inputs()
-        monitor.phase("loading", f"target {target_dir}")
-        self.completions = open_completions(data_dir, settings.cache, say)
-        self.target = Target.load(target_dir, getattr(torch, settings.dtype), self.device)
-        if bad := first_not_finite(self.target.model.named_parameters()):
-            raise InputError(
-                f"--target-model {target_dir}: {bad} holds values that are not finite; copy the model again"
-            )
-        vocabulary = self.target.config.vocab_size
-        self.completions.check_target(tokenizer_digest(target_dir), vocabulary)
-        if settings.packing:
-            check_packing(self.target.config)
-        mask = settings.mask_token_id
-        self.config = DrafterConfig.for_target(
-            self.target.config,
-            block_size=settings.block_size,
-            num_layers=settings.num_draft_layers,
-            target_layer_ids=settings.target_layer_ids,
-            num_taps=settings.num_taps,
-            sliding_window=settings.sliding_window,
-            mask_token_id=default_mask_token(target_dir, vocabulary) if mask is None else mask,
-        )
-        self.target.tap(self.config.target_layer_ids)
+        alone = world.rank.role == "drafter"  # the target is elsewhere
+        loaded = load(settings, monitor, device, ends=alone)
+        self.target, self.completions, self.reader = loaded.target, loaded.completions, loaded.reader
+        self.config = loaded.config
         torch.manual_seed(settings.seed)  # only now: making the toy draws numbers too
         self.drafter = Drafter(self.config)
         if settings.init_from_target:
@@ -111,59 +128,52 @@ class Trainer:
             dpace=settings.dpace,
         )
         self.tally = Tally(settings.block_size, self.device, settings.sample_blocks)
-        self.reader = Reader(self.completions, Portions.of(settings, self.config.mask_token_id))
-        self.ahead = Prefetch(self.reader, self.device)
-        soft = self.objective.terms.soft
-        self.features = Features(self.target, self.reader, keep=settings.cache_features, keep_last=soft)
+        self.ahead = Prefetch(self.reader, self.device, stride=len(world.team))
+        soft = bool(self.objective.terms.soft)
+        self.features: Here | Incoming
+        if alone:
+            width = self.config.hidden_size
+            taps = width * len(self.config.target_layer_ids)
+            dtype = getattr(torch, settings.dtype)
+            self.features = Incoming(world, self.reader, taps, width, dtype, self.device, soft=soft)
+        else:
+            keep = settings.cache_features
+            self.features = Here(Features(self.target, self.reader, keep=keep, keep_last=soft))
         self.noise = Noise(settings.noise_start, settings.noise_end, settings.noise_type, settings.seed)
         self.watch = Watch(settings.max_nonfinite_steps, self.device)
-        name = resuming.target_name(target_digest(target_dir), toy=settings.target_model == "toy")
-        self.evaluations = Evaluations(
-            settings,
-            self.target,
-            target_dir,
-            name,
-            self.completions,
-            self.toy_prompts,
-            stop_tokens(target_dir),
-        )
+        self.evaluations = loaded.evaluations(settings)
         self.state = checkpoint.State(
             step=0,
             micro_batch=0,
             epoch=0,
             total=0,  # until it is known where the run begins
             run_id=monitor.run_id,
-            settings={**settings.learning(), "data": self.completions.digest, "target": name},
+            settings={**settings.learning(), "data": self.completions.digest, "target": loaded.name},
+            per_step=settings.grad_accum * len(world.team),
         )
         self.saving = Saving(settings, monitor, self.state, self.drafter, self.optimizer)
-
-    def _inputs(self) -> tuple[str, str]:
-        """Directories of the target and the data; the toy's are made now if they are not there."""
-        if self.settings.target_model != "toy":
-            assert self.settings.data_dir
-            return self.settings.target_model, self.settings.data_dir
-        from trainer import toy
-
-        shm = Path(os.environ.get(SHM_VARIABLE) or "/dev/shm/drafthouse")
-        made = toy.ensure(self.settings.cache, shm, self.monitor.report)
-        self.toy_prompts = made.prompts
-        return str(made.target_dir), self.settings.data_dir or str(made.data_dir)
+        self.sum = GradientSum(world, self.optimizer, device, self.state.per_step)
 
     # -- the run ---------------------------------------------------------------------------
 
     def run(self) -> int:
-        checkpoint.get_ready()
-        self.saving.resume(self.reader.batches_per_epoch)
+        """Returns the exit code of the whole run, the same in every process of the team."""
+        try:
+            code = self._run()
+        except PeerLost:
+            self._save_what_there_is()
+            raise
+        self.features.end()
+        self.world.order(Order("end", code=code))
+        return code
+
+    def _run(self) -> int:
+        self._resume()
         self.total = self.state.total = self._steps()
-        checkpoint.announce(self.output, self.state, self.config.to_json())
-        self._open_records()
-        parameters = sum(p.numel() for p in self.drafter.parameters())
-        say(
-            f"drafter {parameters / 1e6:.2f} M parameters, taps {list(self.config.target_layer_ids)} · "
-            f"data {len(self.completions):,} documents, {self.completions.meta['tokens']:,} tokens, "
-            f"{counted(self.reader.batches_per_epoch, 'micro-batch', 'micro-batches')} an epoch · "
-            f"{self.device}, {counted(torch.get_num_threads(), 'thread')}"
-        )
+        if self.world.main:
+            checkpoint.announce(self.output, self.state, self.config.to_json())
+            self._open_records()
+            self._describe()
         self._try_out()
         self._evaluate("before")
         self.stop.install()
@@ -171,7 +181,8 @@ class Trainer:
         self.monitor.phase("training")
         if self.device.type == "cpu":
             allocator.settle()
-        interval, logged = Interval(clock=self.clock), 0.0
+        self._feed()
+        interval = Interval(clock=self.clock)
         while self.state.step < self.total:
             if (code := self._boundary()) is not None:
                 return code
@@ -182,63 +193,111 @@ class Trainer:
                     self._evaluate("during")
                 except Stopped as stopped:
                     return stopped.code
+                self._feed()
                 interval.started += time.perf_counter() - began
-            rate = self._step(interval)
+            rate, log = self._step(interval)
             last = self.state.step == self.total
-            if not logged or last or time.monotonic() - logged >= self.settings.log_interval:
+            if log:
                 self._log(interval, rate)
-                interval, logged = Interval(clock=self.clock), time.monotonic()
+                interval, self.logged = Interval(clock=self.clock), time.monotonic()
             wanted = (self.settings.save_interval, self.settings.keep_every)
             if any(every and self.state.step % every == 0 for every in wanted) and not last:
                 self._save_by_itself()
         return self._finish()
 
+    def _resume(self) -> None:
+        """Rank 0 takes what the newest checkpoint has; the others of the team take it from there."""
+        names = ("step", "micro_batch", "epoch", "per_step")
+        known = None
+        if self.world.main:
+            checkpoint.get_ready()
+            self.saving.resume(self.reader.batches_per_epoch)
+            known = {name: getattr(self.state, name) for name in names}
+        for name, value in self.world.tell(known).items():
+            setattr(self.state, name, value)
+        self.sum = GradientSum(self.world, self.optimizer, self.device, self.state.per_step)
+        moments = self.optimizer.state()
+        self.world.copy_([*(p.data for p in self.drafter.parameters()), *moments.values()])
+        if not self.world.main:
+            self.optimizer.load(moments)
+
+    def _describe(self) -> None:
+        parameters = sum(p.numel() for p in self.drafter.parameters())
+        several = f", {len(self.world.ranks)} processes" if self.world.several else ""
+        say(
+            f"drafter {parameters / 1e6:.2f} M parameters, taps {list(self.config.target_layer_ids)} · "
+            f"data {len(self.completions):,} documents, {self.completions.meta['tokens']:,} tokens, "
+            f"{counted(self.reader.batches_per_epoch, 'micro-batch', 'micro-batches')} an epoch · "
+            f"{self.device}, {counted(torch.get_num_threads(), 'thread')}{several}"
+        )
+
     def _steps(self) -> int:
         """Optimiser steps of the whole run: those that are done, and what the data that is left gives."""
         left = self.settings.epochs * self.reader.batches_per_epoch - self.state.micro_batch
-        steps = self.state.step + max(left, 0) // self.settings.grad_accum
+        steps = self.state.step + max(left, 0) // self.state.per_step
         return max(1, self.state.step, min(steps, self.settings.max_steps or steps))
+
+    def _feed(self) -> None:
+        """Have the features of all micro-batches from here on computed, where that is done elsewhere."""
+        first = self.state.micro_batch
+        end = first + (self.total - self.state.step) * self.state.per_step
+        if isinstance(self.features, Incoming):
+            self.world.order(Order("serve", first=first, end=end))
+            self.features.begin(first, end)
 
     def _try_out(self) -> None:
         def gradient(batch: Batch) -> None:
-            self._gradient(batch, Interval())
+            self._gradient(None, batch, Interval())
 
         worst.rehearse(self.reader, self.device, self.drafter, self.draft, gradient, self.monitor)
         self.watch.features.read()  # of documents that are none
         self.compilations = compiling.Compilations()
 
-    def _step(self, interval: Interval) -> float:
-        """One optimiser step; returns its learning rate."""
+    def _step(self, interval: Interval) -> tuple[float, bool]:
+        """One optimiser step; returns its learning rate, and whether a log line is due."""
         started = time.perf_counter()
+        first, end = self.state.micro_batch, self.state.micro_batch + self.state.per_step
         tokens, labels = 0, 0
-        weight: Tensor | float = 0.0
-        for _ in range(self.settings.grad_accum):
+        for number in self.world.mine(first, end):
             with interval.part("data"):
-                batch = self.ahead.batch(self.state.micro_batch).to(self.device)
-            weight += self._micro_batch(batch, interval)
+                batch = self.ahead.batch(number).to(self.device)
+            self._micro_batch(number, batch, interval)
             tokens += batch.tokens
             labels += len(batch.rows)
-            self.state.micro_batch += 1
-        self.state.step += 1
-        self.state.epoch = self.state.micro_batch // self.reader.batches_per_epoch
+        tokens, labels, log = map(int, self.world.add([tokens, labels, self._log_due()]))
         s = self.settings
-        rate = learning_rate(self.state.step, self.total, s.lr, s.warmup_ratio)
-        with interval.part("optimizer"):
-            if labels:
+        rate = learning_rate(self.state.step + 1, self.total, s.lr, s.warmup_ratio)
+        if labels:
+            with interval.part("exchange" if self.world.several else "optimizer"):
+                weight = self.sum.close()
+            with interval.part("optimizer"):
                 self.watch.steps.note(self.optimizer.step(rate, weight, s.grad_clip))
+        self.state.step += 1
+        self.state.micro_batch = end
+        self.state.epoch = end // self.reader.batches_per_epoch
         if self.watch.steps.due:
             self.watch.look(self.state.step)
         interval.steps += 1
         interval.tokens += tokens
         self.monitor.step_done(self.state.step, time.perf_counter() - started, tokens)
-        return rate
+        return rate, bool(log)
 
-    def _micro_batch(self, batch: Batch, interval: Interval) -> Tensor | float:
-        """Add the gradient of Σ w · (loss of a row) of one micro-batch, and count it; returns Σ w."""
+    def _log_due(self) -> bool:
+        """Whether the step in progress ends with a log line; rank 0 says it for all."""
+        last = self.state.step + 1 == self.total
+        due = not self.logged or last or time.monotonic() - self.logged >= self.settings.log_interval
+        return self.world.main and due
+
+    def _micro_batch(self, number: int, batch: Batch, interval: Interval) -> None:
+        """Add the gradient of Σ w · (loss of a row) of one micro-batch, and count it."""
         if not len(batch.rows):
-            return 0.0
-        look = self.tally.due()
-        visit, last = self._gradient(batch, interval, TOP if look else 0)
+            with interval.part("target"):
+                self.features.skip(number, batch)
+            return
+        look = self.tally.due() and self.features.has_last(number)
+        visit, last = self._gradient(number, batch, interval, TOP if look else 0)
+        with interval.part("backward"):
+            self.sum.add(visit.weight)
         with interval.part("objective"):
             self.tally.add(visit, batch.rows, batch.blocks)
         if look:
@@ -246,20 +305,21 @@ class Trainer:
             if last is None and not self.tally.seen:
                 last = self.features.last(batch)
             self.tally.look(visit, batch, last, self.objective.choices)
-        return visit.weight
+        self.features.release()
 
-    def _gradient(self, batch: Batch, interval: Interval, top: int = 0) -> tuple[Visit, Tensor | None]:
+    def _gradient(
+        self, number: int | None, batch: Batch, interval: Interval, top: int = 0
+    ) -> tuple[Visit, Tensor | None]:
         """Add the gradient of Σ w · (loss of a row) of one micro-batch, and nothing else.
 
         Returns the visit, which has the `top` most probable tokens if asked for, and the target's last hidden
-        states if they are there.
+        states if they are there. `number` is None for a batch that only has the size of one.
         """
         with interval.part("target"):
-            taps, last = self.features(batch)
-            taps = taps[:, : batch.blocks.context_length]
+            taps, last = self.features(number, batch)
             self.watch.features.note(taps, batch.spans)
-            if self.noise:
-                epoch = self.state.micro_batch // self.reader.batches_per_epoch
+            if self.noise and number is not None:
+                epoch = number // self.reader.batches_per_epoch
                 strength = self.noise.strength(self.state.step + 1, self.total)
                 taps = self.noise.add(taps, batch.spans, epoch, strength)
             embeddings = self.target.embed(batch.block_ids)
@@ -280,10 +340,19 @@ class Trainer:
 
     def _log(self, interval: Interval, rate: float) -> None:
         self.watch.look(self.state.step)
+        own = time.perf_counter() - interval.started
+        waits = self.world.add(self.features.waits.take())
+        if not self.world.main:
+            self.world.gather(self.tally.take())
+            return
+        mine = self.tally.take()
+        figures = self.tally.figures([mine, *self.world.gather(mine)[1:]])
         record = {
-            **interval.summary(rate, self.monitor.memory(), self.tally.read()),
+            **interval.summary(rate, self.monitor.memory(), figures),
             "nonfinite_steps": self.watch.steps.total,
         }
+        if self.world.targets:
+            record |= waiting(waits, own, drafters=len(self.world.team))
         if pieces := self.compilations.new():
             say(f"compiled {pieces} more pieces of code since the line before")
         say(line(self.state.step, self.total, record))
@@ -297,24 +366,53 @@ class Trainer:
     # -- stop, save, resume ---------------------------------------------------------------------------
 
     def _boundary(self) -> int | None:
-        """Between two steps: do what was asked for. Returns an exit code if that was to stop."""
-        if self.stop.came:
-            return 0 if self._save() is None else SAVE_FAILED
-        request = self.monitor.asked()
-        if request is None:
+        """Between two steps: do what was asked for, of any of the team. Returns an exit code if that was to
+        stop.
+        """
+        request = self.monitor.asked() if self.world.main else None
+        ends = request is not None and request.action == "checkpoint-and-stop"
+        stop, asked, ends = map(bool, self.world.add([self.stop.came, request is not None, ends]))
+        if not stop and not asked:
             return None
         wrong = self._save()
+        if stop:
+            return 0 if wrong is None else SAVE_FAILED
+        if request is not None:
+            self._answer(request, wrong)
+        return 0 if ends and wrong is None else None
+
+    def _alone_at_a_boundary(self) -> int | None:
+        """The same for rank 0 while the others wait for it."""
+        request = self.monitor.asked()
+        if not self.stop.came and request is None:
+            return None
+        wrong = self.saving.save()
+        if self.stop.came:
+            return 0 if wrong is None else SAVE_FAILED
+        assert request is not None
         self._answer(request, wrong)
-        if request.action == "checkpoint-and-stop" and wrong is None:
-            return 0
-        return None
+        return 0 if request.action == "checkpoint-and-stop" and wrong is None else None
 
     def _answer(self, request: Request, wrong: str | None) -> None:
         self.monitor.answer(request, wrong or "done")
         say(f"{request.action} asked for by {request.by or 'somebody'}: {wrong or 'done'}")
 
     def _save(self) -> str | None:
-        return self.saving.save()
+        """Rank 0 saves, since all of the team have the same; returns what went wrong, to all of them."""
+        if self.world.main:
+            return self.world.tell(self.saving.save())
+        self.monitor.phase("checkpointing", "rank 0 saves")
+        wrong = self.world.tell(None)
+        self.monitor.phase("training")
+        return wrong
+
+    def _save_what_there_is(self) -> None:
+        """Another process is gone: rank 0 has all that was learnt up to the last step."""
+        if not self.world.main or not self.state.step:
+            return
+        if self.saving.saved is None or self.saving.saved.state.step < self.state.step:
+            say("another process of this run is gone: saving what has been learnt")
+            self.saving.save()
 
     def _save_by_itself(self) -> None:
         """The save that is due every so many steps; of a run that diverges there is a better one already."""
@@ -331,8 +429,12 @@ class Trainer:
         try:
             self._evaluate("after")
         except Stopped:
-            say("stopped during the evaluation, which the next run repeats; the training is saved")
+            if self.world.main:
+                say("stopped during the evaluation, which the next run repeats; the training is saved")
             return 0 if wrong is None else SAVE_FAILED
+        return self.world.tell(self._mark_finished(wrong) if self.world.main else None)
+
+    def _mark_finished(self, wrong: str | None) -> int:
         if (place := self.saving.finish(anew=wrong is not None)) is None:
             return SAVE_FAILED
         say(f"finished at step {self.state.step}: {place}")
@@ -343,19 +445,39 @@ class Trainer:
     def _evaluate(self, when: str) -> None:
         """Real speculative decoding "before" the first step, "during" the training, or "after" the last step.
 
-        What came of the first and the last is kept in the checkpoint. Raises Stopped if it was ended.
+        Rank 0 sees to it; the others wait for it. What came of the first and the last is kept in the
+        checkpoint. Raises Stopped if it was ended.
         """
         evaluations = self.evaluations
         if not evaluations.cases or (when == "before" and self.state.step):
             return
         known = self.state.results.get(when, {})
-        if (known.get("of"), known.get("step")) == (evaluations.of, self.state.step):
+        is_known = (known.get("of"), known.get("step")) == (evaluations.of, self.state.step)
+        if self.world.tell(is_known):
             return
+        self.features.end()
+        if isinstance(self.features, Incoming):
+            self.world.order(Order("evaluate"))
+        code = None
+        if self.world.main:
+            try:
+                self._evaluate_here(when)
+            except Stopped as stopped:
+                code = stopped.code
+        elif when != "after":
+            self.monitor.phase("evaluating", "rank 0 sees to it")
+        if (code := self.world.tell(code)) is not None:
+            raise Stopped(code)
+        if when == "during":
+            self.monitor.phase("training")
+
+    def _evaluate_here(self, when: str) -> None:
+        evaluations = self.evaluations
         if when != "after":
             self.monitor.phase("evaluating")
         if when == "during":
             say(f"step {self.state.step}: real speculative decoding of {evaluations.prompts} texts")
-        rows = evaluations.measure(self.drafter, self._evaluation_progress)
+        rows = self._measured()
         if when != "during":
             kept = {"of": evaluations.of, "step": self.state.step, "rows": evaluation.as_json(rows)}
             self.state.results[when] = kept
@@ -367,13 +489,16 @@ class Trainer:
             say(text)
         self.records.write(self.state.step, {"kind": "evaluation", **evaluation.metrics(rows)})
         self.monitor.metrics(**evaluation.metrics(rows))
-        if when == "during":
-            self.monitor.phase("training")
+
+    def _measured(self) -> list[Row]:
+        if self.world.rank.role == "drafter":
+            return measured_elsewhere(self.world, self.drafter, self._evaluation_progress)
+        return self.evaluations.measure(self.drafter, self._evaluation_progress)
 
     def _evaluation_progress(self, text: str) -> None:
         """Between two tokens: what was asked for need not wait for the end of the evaluation."""
         if 0 < self.state.step < self.total:
-            if (code := self._boundary()) is not None:
+            if (code := self._alone_at_a_boundary()) is not None:
                 raise Stopped(code)
             self.monitor.phase("evaluating", text)
             return  # a log of steps is not the place for each prompt

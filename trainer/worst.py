@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -97,21 +98,29 @@ def _try_out(
     tried = ""
     for batch in worst_batches(reader):
         try:
-            gradient(batch.to(device))
-            tried = described(batch)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            peak = monitor.memory()["peak"] / 1e9
-            raise InputError(
-                f"the largest micro-batch, {described(batch)}, does not fit into the memory of {device} "
-                f"({peak:,.1f} GB at most so far); lower --token-budget or --max-anchors"
-            ) from None
+            with refused(batch, device, monitor):
+                gradient(batch.to(device))
+                tried = described(batch)
         finally:
             for parameter in drafter.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
     return f"the largest micro-batch fits: {tried}, {monitor.memory()['peak'] / 1e9:,.1f} GB at most"
+
+
+@contextlib.contextmanager
+def refused(batch: Batch, device: torch.device, monitor: Monitor) -> Iterator[None]:
+    """Raises InputError if what is done with the largest micro-batch `batch` does not fit into memory."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        peak = monitor.memory()["peak"] / 1e9
+        raise InputError(
+            f"the largest micro-batch, {described(batch)}, does not fit into the memory of {device} "
+            f"({peak:,.1f} GB at most so far); lower --token-budget or --max-anchors"
+        ) from None
 
 
 def described(batch: Batch) -> str:

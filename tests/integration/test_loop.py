@@ -18,9 +18,11 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer import config, train
+from trainer import config
 from trainer.__main__ import main
 from trainer.data import Batch, write_completions
+from trainer.errors import InputError
+from trainer.features import Here
 from trainer.finite import LostSteps
 from trainer.modeldir import tokenizer_digest
 from trainer.monitor import Interval, Monitor, StopSignal
@@ -87,7 +89,7 @@ def test_nothing_is_learnt_of_the_worst_step_and_no_random_number_drawn(made: Ca
     assert all(torch.equal(value, before[name]) for name, value in trainer.drafter.state_dict().items())
     assert not any(bool(p.grad.any()) for p in trainer.drafter.parameters() if p.grad is not None)
     assert (trainer.state.step, trainer.state.micro_batch) == (0, 0)
-    assert not trainer.features._kept
+    assert not trainer.features._features._kept
 
 
 def test_memory_that_is_too_small_shows_before_the_first_step_in_one_sentence(
@@ -111,7 +113,7 @@ def test_memory_that_is_too_small_shows_before_the_first_step_in_one_sentence(
 def test_torch_itself_says_so_on_a_cpu(made: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = made()
     monkeypatch.setattr(Trainer, "_gradient", lambda *_: torch.empty(1 << 55))
-    with pytest.raises(train.InputError, match="does not fit into the memory of cpu"):
+    with pytest.raises(InputError, match="does not fit into the memory of cpu"):
         trainer._try_out()
 
 
@@ -131,9 +133,7 @@ def test_what_cannot_be_compiled_runs_uncompiled_unless_that_was_asked_for(
     # As on a GPU.
     trainer.draft._choice, trainer.draft.compiled, trainer.draft._run = choice, True, broken  # type: ignore[assignment]
     if code:
-        with pytest.raises(
-            train.InputError, match=r"--compile on: it does not work here .*give --compile off"
-        ):
+        with pytest.raises(InputError, match=r"--compile on: it does not work here .*give --compile off"):
             trainer._try_out()
         return
     trainer._try_out()
@@ -242,10 +242,10 @@ def test_no_step_makes_the_host_wait_for_a_gpu(
     """
     trainer = made(noise_start=0.1, grad_accum=2, use_soft_labels=True, cap_lambda=0.1)
     batches = [trainer.reader.batch(number) for number in range(2)]
-    features = {id(batch): trainer.features(batch) for batch in batches}
+    features = {id(batch): trainer.features(None, batch) for batch in batches}
     monkeypatch.setattr(trainer.ahead, "batch", lambda number: batches[number])
     monkeypatch.setattr(Batch, "to", lambda self, device: self)
-    monkeypatch.setattr(trainer, "features", lambda batch: features[id(batch)])
+    monkeypatch.setattr(Here, "__call__", lambda self, number, batch: features[id(batch)])
     monkeypatch.setattr(LostSteps, "due", False)
     with Waits() as waits:
         trainer._step(Interval())

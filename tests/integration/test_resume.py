@@ -19,6 +19,7 @@ from trainer import checkpoint, toy
 from trainer.__main__ import main
 from trainer.monitor import StopSignal
 from trainer.status import RunDir
+from trainer.sums import GradientSum
 from trainer.train import Trainer
 
 pytestmark = pytest.mark.slow
@@ -158,16 +159,14 @@ def test_two_micro_batches_weigh_like_one_of_their_size(
     """Σ w of the whole step divides, so that a micro-batch with few labels does not count as much as a full
     one.
     """
-    seen: list[tuple[float, float]] = []
-    micro_batch = Trainer._micro_batch
+    seen: list[float] = []
+    add = GradientSum.add
 
-    def noted(self: Trainer, *args: object) -> float:
-        weight = micro_batch(self, *args)  # type: ignore[arg-type]
-        gradient = torch.cat([p.grad.flatten() for p in self.drafter.parameters()])
-        seen.append((weight, float(gradient.norm())))
-        return weight
+    def noted(self: GradientSum, weight: torch.Tensor) -> None:
+        seen.append(float(weight))
+        add(self, weight)
 
-    monkeypatch.setattr(Trainer, "_micro_batch", noted)
+    monkeypatch.setattr(GradientSum, "add", noted)
     divisors: list[float] = []
     from trainer.optim import Optimizer
 
@@ -175,11 +174,11 @@ def test_two_micro_batches_weigh_like_one_of_their_size(
     monkeypatch.setattr(
         Optimizer,
         "step",
-        lambda self, rate, divisor, clip: divisors.append(divisor) or step(self, rate, divisor, clip),
+        lambda self, rate, divisor, clip: divisors.append(float(divisor)) or step(self, rate, divisor, clip),
     )
     assert main(tiny.flags(*model, tmp_path / "out", grad_accum=2, max_steps=2)) == 0
     assert len(seen) == 4
-    assert divisors == [seen[0][0] + seen[1][0], seen[2][0] + seen[3][0]]
+    assert divisors == pytest.approx([seen[0] + seen[1], seen[2] + seen[3]], rel=1e-6)
 
 
 def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(
