@@ -148,6 +148,7 @@ FLAGS: dict[str, Flag] = {
     "device": Flag("text", pattern=r"auto|cpu|cuda(:\d+)?", described="auto, cpu, cuda or cuda:N"),
     "target-gpus": Flag("devices"),
     "drafter-gpus": Flag("devices"),
+    "stall-timeout": Flag("float", low=0),
     "compile": Flag("text", choices=("auto", "on", "off")),
     "fresh-compile-cache": _SWITCH,
     "wandb-project": _TEXT,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import config, sinks
+from trainer import config, ranks, roles, sinks
 from trainer.errors import InputError, to_the_end
 from trainer.monitor import Monitor, say
 from trainer.status import RUN_DIR_VARIABLE
@@ -25,7 +25,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 trained or stopped as asked, 1 a checkpoint was lost, 2 wrong input."""
+    """Returns the exit code: 0 trained or stopped as asked, 1 a checkpoint was lost, 2 wrong input, 3 it
+    diverged, 4 no step for too long; of several ranks that of the first to fail.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     try:
         request = config.parse(argv)
         settings = request.settings
@@ -36,29 +39,43 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(config_check(settings))
             sinks.check(settings.wandb_project)  # last: what a run takes is worth knowing without it
             return 0
-        return train(settings)
+        return train(settings, argv)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.code
 
 
-def train(settings: config.Settings) -> int:
+def train(settings: config.Settings, argv: Sequence[str]) -> int:
+    """With several devices, start `argv` anew as a rank for each; in a rank, or with one device, train."""
+    places = roles.of(settings).ranks
+    rank = ranks.own(places)
     where = settings.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if where and not Path(where).is_dir():
         raise InputError(f"--run-dir {where}: there is no such directory; make it first (mkdir -p {where})")
-    monitor = Monitor(Path(where) if where else None)
+    if len(places) > 1 and rank is None:
+        check_start(settings)
+        command = [sys.executable, "-u", "-m", "trainer", *argv]
+        return ranks.launch(
+            command, places, stall_timeout=settings.stall_timeout, threads=settings.threads is not None
+        )
+    monitor = Monitor(Path(where) if where else None, rank or places[0], settings.stall_timeout)
     try:
-        # Before torch is imported: the answer is there at once.
-        check_devices(settings, starting=True)
-        sinks.check(settings.wandb_project)
-        if settings.target_model != "toy":
-            say(config_check(settings, weights=True))
+        if rank is None:
+            check_start(settings)  # before torch is imported: the answer is there at once
         monitor.phase("loading", "importing torch")
         from trainer.train import run
 
         return run(settings, monitor)
     finally:
         monitor.close()
+
+
+def check_start(settings: config.Settings) -> None:
+    """All that can be told of a start without torch, said once. Raises InputError."""
+    check_devices(settings, starting=True)
+    sinks.check(settings.wandb_project)
+    if settings.target_model != "toy":
+        say(config_check(settings, weights=True))
 
 
 def check_devices(settings: config.Settings, *, starting: bool) -> None:

@@ -174,6 +174,9 @@ class Settings:
         None, DEVICES, "GPUs that run the target, a process each, in place of --device"
     )
     drafter_gpus: tuple[str, ...] | None = flag(None, DEVICES, "GPUs that train the drafter")
+    stall_timeout: float = flag(
+        1800.0, number(0), "seconds without a step that end a training, with all stacks; 0: never"
+    )
     compile: str = flag("auto", one_of("auto", "on", "off"), "torch.compile of the drafter (auto: on a GPU)")
     fresh_compile_cache: bool = flag(False, SWITCH, "compile anew instead of from the cache")
     wandb_project: str | None = flag(None, TEXT, "also log to Weights & Biases")

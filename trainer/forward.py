@@ -129,7 +129,11 @@ class Forward:
     only so much is written as a pipe that polls as writable takes at once.
     """
 
-    def __init__(self, descriptor: int = 1, queue_bytes: int = QUEUE_BYTES) -> None:
+    def __init__(
+        self, descriptor: int = 1, queue_bytes: int = QUEUE_BYTES, kept: str = "; log/ has them"
+    ) -> None:
+        """`kept`: what is said of records that were dropped."""
+        self._kept = kept
         self.dropped = 0  # records that were not written and never will be
         self.closed = False
         self._limit = queue_bytes
@@ -166,6 +170,11 @@ class Forward:
         """How many blocks are still to be written."""
         return len(self._queue)
 
+    @property
+    def size(self) -> int:
+        """How many bytes are still to be written."""
+        return self._size
+
     def put(self, data: bytes, records: int) -> None:
         """Queue a block and write what can be written. A block that finds the queue full is dropped whole."""
         if self.closed:
@@ -197,7 +206,7 @@ class Forward:
                     self._queue.appendleft((rest, rest.count(b"\n") if records else 0))
                 break
         if self._dropping and self._size <= self._limit // 2 and not self.closed:
-            text = f"{self._dropping:,} records are missing here: stdout was not read; log/ has them"
+            text = f"{self._dropping:,} records are missing here: stdout was not read{self._kept}"
             line = note(text) if self._at_record_start else b"\n" + note(text)
             self._dropping = 0
             self._enqueue(line, 0)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import faulthandler
 import math
 import os
 import resource
 import signal
 import statistics
+import sys
 import threading
 import time
 from collections import deque
@@ -23,9 +25,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer import waiting
-from trainer.status import ATTEMPT_VARIABLE, Heartbeat, Request, RunDir
+from trainer.roles import Rank
+from trainer.status import (
+    ATTEMPT_VARIABLE,
+    PROGRESS_VARIABLE,
+    RANK_VARIABLE,
+    STALLED,
+    Heartbeat,
+    Request,
+    RunDir,
+)
 
 PERIOD = 1.0  # s
+PAUSED = 5.0  # a beat that comes later: this process was halted, and its steps with it
 LOCAL = "local"  # what a run is called that nobody has given a run id
 PARTS = ("data", "target", "forward", "objective", "backward", "optimizer")  # of a step, in this order
 
@@ -149,14 +161,30 @@ def _memory(memory: Mapping[str, int]) -> str:
 
 
 class Monitor:
-    """One rank's heartbeat. Without a run directory it keeps the same books and writes nothing."""
+    """One rank's heartbeat. Without a run directory it keeps the same books and writes nothing.
 
-    def __init__(self, run_dir: Path | None) -> None:
+    Alone it also ends a training that takes no step for `stall_timeout` seconds (0: never); among several
+    ranks it tells its progress to the process that started them, which sees when none goes on.
+    """
+
+    def __init__(self, run_dir: Path | None, rank: Rank | None = None, stall_timeout: float = 0) -> None:
         self.run_dir = RunDir(run_dir) if run_dir else None
         now = time.time()
         self._heartbeat = Heartbeat(
-            pid=os.getpid(), attempt=int(os.environ.get(ATTEMPT_VARIABLE) or 1), phase_since=now
+            rank=rank.number if rank else 0,
+            role=rank.role if rank else "colocated",
+            pid=os.getpid(),
+            attempt=int(os.environ.get(ATTEMPT_VARIABLE) or 1),
+            phase_since=now,
         )
+        told = os.environ.get(PROGRESS_VARIABLE, "")
+        self._progress = int(told) if RANK_VARIABLE in os.environ and told.isdigit() else -1
+        if self._progress >= 0:
+            with contextlib.suppress(OSError):
+                os.set_blocking(self._progress, False)
+                os.set_inheritable(self._progress, False)
+        self._stall_timeout = 0 if self._progress >= 0 else stall_timeout
+        self._progressed = self._beaten = time.monotonic()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._news = threading.Event()  # what should not wait for the next second
@@ -167,8 +195,9 @@ class Monitor:
         self.gauge: Callable[[], tuple[int, int]] = memory  # (now, peak) bytes of what runs out first
         if self.run_dir:
             # What an earlier attempt answered is answered; it must not be done again by this one.
-            earlier = self.run_dir.heartbeats().get(0)
+            earlier = self.run_dir.heartbeats().get(self._heartbeat.rank)
             self._heartbeat.answered = earlier.answered if earlier else None
+        if self.run_dir or self._stall_timeout:
             self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._thread.start()
 
@@ -185,10 +214,34 @@ class Monitor:
         while not self._ended.is_set():
             self._news.clear()  # before the write, so that news during it is written too
             self._write()
+            self._look_for_stall()
             self._news.wait(PERIOD)
 
+    def _look_for_stall(self) -> None:
+        now = time.monotonic()
+        if now - self._beaten > PAUSED:
+            self._progressed += now - self._beaten
+        self._beaten = now
+        if not self._stall_timeout or self._heartbeat.phase != "training":
+            return
+        if now - self._progressed >= self._stall_timeout:
+            faulthandler.dump_traceback(all_threads=True)
+            text = (
+                f"error: no step for {self._stall_timeout:g} s (--stall-timeout) while training: its stacks"
+            )
+            print(f"{text} are above", file=sys.stderr, flush=True)
+            os._exit(STALLED)  # whoever hangs does not end by being asked
+
+    def _tell(self, line: str) -> None:
+        """To whoever started the ranks; what does not fit is left out, since the next line says more."""
+        self._progressed = time.monotonic()
+        if self._progress >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._progress, f"{line}\n".encode())
+
     def _write(self) -> None:
-        assert self.run_dir
+        if not self.run_dir:
+            return
         with self._lock:
             self._heartbeat.sequence += 1
             self._heartbeat.time = time.time()
@@ -220,6 +273,7 @@ class Monitor:
                 self._heartbeat.phase, self._heartbeat.phase_since = name, time.time()
             self._heartbeat.detail = detail
         if changed:
+            self._tell(f"phase {name}")
             self._news.set()
 
     def report(self, text: str) -> None:
@@ -238,6 +292,7 @@ class Monitor:
         with self._lock:
             self._heartbeat.step = step
             self._heartbeat.last_step_time = time.time()
+        self._tell(f"step {step}")
 
     def record(self, record: dict[str, Any]) -> None:
         """Take in the record of a log line."""

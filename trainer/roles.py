@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from trainer.errors import InputError
+from trainer.status import RANK_VARIABLE, STORE_VARIABLE
 
 if TYPE_CHECKING:
     from trainer.config import Settings
-
-RANK_VARIABLE = "DRAFTHOUSE_RANK"  # set for each process of a run that has several
-STORE_VARIABLE = "DRAFTHOUSE_STORE"  # a file in which they find each other
 
 Role = Literal["target", "drafter", "colocated"]
 

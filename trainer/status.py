@@ -44,6 +44,13 @@ SCHEMA = 1
 RUN_DIR_VARIABLE = "DRAFTHOUSE_RUN_DIR"
 ATTEMPT_VARIABLE = "DRAFTHOUSE_ATTEMPT"
 SECRETS_VARIABLE = "DRAFTHOUSE_SECRETS_FILE"  # where launch reads the secrets, if not where run.json says
+# What trainer/ranks.py tells each of the processes that it starts; no other process has them.
+RANK_VARIABLE = "DRAFTHOUSE_RANK"  # its number
+STORE_VARIABLE = (
+    "DRAFTHOUSE_STORE"  # the file by which the ranks find each other (torch.distributed's file://)
+)
+PROGRESS_VARIABLE = "DRAFTHOUSE_PROGRESS"  # the descriptor that it tells its phase and its steps to
+STALLED = 4  # exit code of a trainer that took no step for --stall-timeout
 
 PHASES = ("starting", "loading", "compiling", "training", "evaluating", "checkpointing", "finishing")
 # `stop` asks nothing: it says who sends the SIGTERM that follows, since a signal has no name on it.
