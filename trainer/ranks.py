@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
 import signal
 import subprocess
@@ -52,7 +51,6 @@ HOLD_SECONDS = 10.0  # ... until it has taken nothing for so long; then what it 
 STDOUT_SECONDS = (1.0, 10.0)  # at the end, wait so long for a stdout that takes nothing; for any
 BUSY = ("loading", "compiling", "evaluating", "checkpointing")  # phases that have no steps
 
-_RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 _TROUBLE = (b"Traceback ", b"error: ")  # how the last words of a rank begin
 
 
@@ -71,10 +69,12 @@ class Lines:
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
         """Take bytes that came at `now` (monotonic, s); the records that they complete."""
-        data = self._pending + data
-        records, end = [], 0
-        for match in _RECORD.finditer(data):
-            record, end = match[0], match.end()
+        records: list[bytes] = []
+        pieces = data.splitlines(keepends=True)
+        pieces[0] = self._pending + pieces[0]
+        self._pending = b"" if pieces[-1].endswith((b"\n", b"\r")) else pieces.pop()
+        self._latest = now
+        for record in pieces:
             if record == b"\r":  # where nothing was overwritten there is nothing to show
                 self._bar = True
             elif record.endswith(b"\n"):
@@ -83,7 +83,6 @@ class Lines:
             else:
                 records.append(record)
                 self._bar = self._shown = True
-        self._pending, self._latest = data[end:], now
         return records + (self.end() if len(self._pending) > RECORD_BYTES else [])
 
     def due(self) -> float | None:
@@ -111,8 +110,7 @@ class Member:
     phase: str = "starting"
     since: float = 0.0  # when its phase began (monotonic, s)
     told: bytes = b""  # of its progress: the line that is not complete
-    spoke: float = 0.0  # when its newest output came, or the last that looks like trouble
-    troubled: bool = False
+    failed: float | None = None  # when it failed, by its last words or, without any, by its end (monotonic)
     last: bytes = b""  # the last line that is not empty
     code: int | None = None  # once it has ended; -N: by signal N
     killed: float | None = None  # when it was sent a KILL by us
@@ -304,6 +302,8 @@ class Launcher:
 
     def _on_output(self, member: Member) -> bool:
         """Take one chunk; whether there may be more."""
+        if member.output < 0:  # its end was noticed in the same turn
+            return False
         data = output.take(member.output)
         if data is None:
             return False
@@ -336,9 +336,8 @@ class Launcher:
                 block += b"\n"
             self._overwritten = member if record.endswith(b"\r") else None
             if words := record.strip():
-                troubled = words.startswith(_TROUBLE)
-                if troubled or not member.troubled:
-                    member.spoke, member.troubled = time.monotonic(), troubled
+                if words.startswith(_TROUBLE):
+                    member.failed = time.monotonic()
                 member.last = words
         if block:
             self._forward.put(bytes(block), max(len(records), 1))
@@ -381,7 +380,7 @@ class Launcher:
 
     def _on_progress(self, member: Member) -> None:
         """``phase training`` and ``step 17``, a line each (trainer/monitor.py)."""
-        data = output.take(member.progress)
+        data = output.take(member.progress) if member.progress >= 0 else None
         if not data:
             if data is not None:
                 self._selector.unregister(member.progress)
@@ -428,9 +427,12 @@ class Launcher:
             if member.output < 0 or not self._on_output(member):
                 break
         self._close_output(member)
+        now = time.monotonic()
+        self._news = now  # what it was at has ended
+        member.failed = member.failed or now
         if code == 0 or member.killed is not None or self._stalled:
             return
-        self._failed = self._failed or time.monotonic()
+        self._failed = self._failed or now
         if -code in self._stops:
             self._first = self._first or member
             for other in self._living():  # nothing is saved that they could be needed for
@@ -462,7 +464,7 @@ class Launcher:
         certain = next((member for member in failed if _decisive(member)), None)
         if self._first is None and (certain or not living or now - self._failed >= MOMENT):
             # Who notices that another failed may have ended before it: whose trouble came first tells.
-            self._first = certain or min(failed, key=lambda member: member.spoke)
+            self._first = certain or min(failed, key=lambda member: member.failed or now)
             others = ": the others are ended" if living else ""
             self._say(f"{self._first.rank} failed first, {self._first.how}{others}")
         late = [
