@@ -14,7 +14,7 @@ from typing import Any
 
 from deploy import release
 from deploy.errors import USAGE, DeployError, nearest
-from deploy.health_words import command
+from deploy.health_words import command, trainers
 from trainer import status
 
 OURS = "drafthouse:"  # before the digest of every image that we build
@@ -141,7 +141,7 @@ def way_back(facts: Mapping[str, Any], name: str, new_id: str) -> tuple[str, str
     for run in reversed(facts["runs"]):
         release_id = ((run["run"] or {}).get("release") or {}).get("id")
         if run["name"] == name and release_id and release_id != new_id:
-            stepped = run["alive"] or any(beat.get("step") for beat in run["heartbeats"].values())
+            stepped = run["alive"] or any(beat.get("step") for beat in trainers(run))
             if stepped or (release_id == current and run["launch"]):
                 return release_id, run["path"]
     return None

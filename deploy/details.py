@@ -94,7 +94,7 @@ def evidence(run: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]
         "processes": [_process(item, sample) for item in rows(run, "processes") if isinstance(item, dict)],
         "ranks": {
             rank: _rank(beat, now)
-            for rank, beat in sorted(table(run, "heartbeats").items())
+            for rank, beat in sorted(table(run, "heartbeats").items(), key=lambda item: (len(item[0]), item))
             if isinstance(beat, dict)
         },
         "log": {
@@ -125,7 +125,7 @@ def _process(item: dict[str, Any], sample: float) -> dict[str, Any]:
 
 def _rank(beat: dict[str, Any], now: float) -> dict[str, Any]:
     return {
-        **{key: beat.get(key) for key in ("phase", "detail", "attempt", "step", "last_checkpoint")},
+        **{key: beat.get(key) for key in ("role", "phase", "detail", "attempt", "step", "last_checkpoint")},
         "phase_seconds": table(beat, "phase_seconds"),
         "memory": table(beat, "memory"),
         "metrics": table(beat, "metrics"),

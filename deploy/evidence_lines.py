@@ -19,7 +19,8 @@ def lines(row: Row) -> Iterator[str]:
     told = dict(row.evidence)
     yield from _processes(told)
     for rank, beat in table(told, "ranks").items():
-        yield f"rank {rank}: {_rank(beat)}"
+        role = f" ({cut(str(beat['role']), 20)})" if len(table(told, "ranks")) > 1 else ""
+        yield f"rank {rank}{role}: {_rank(beat)}"
     if row.reference:
         speed = f"{row.reference['tokens_per_second']:,.0f} tok/s"
         yield f"reference: {cut(str(row.reference['run_id']))} at {speed}"
@@ -55,7 +56,8 @@ def _rank(beat: Mapping[str, Any]) -> str:
     if beat["phase_age"] is not None:
         words[0] += f" for {age(beat['phase_age'])}"
     if (step := number(beat, "step")) is not None:
-        words.append(f"step {step:.0f}")
+        target = beat["role"] == "target"
+        words.append(f"{step:.0f} micro-batches served" if target else f"step {step:.0f}")
     if beat["step_age"] is not None:
         words.append(f"last step {age(beat['step_age'])} ago")
     if beat["beat_age"] is not None:

@@ -134,7 +134,7 @@ def doing(run: dict[str, Any], now: float, work: Work) -> Doing:
     gone = notes.lost(run)
     if gone:
         return Doing(
-            "gpu-lost", ", ".join([gone, *([progress(slowest(beats), now)] if beats else [])]), "restart"
+            "gpu-lost", ", ".join([gone, *([progress(speaker(beats), now)] if beats else [])]), "restart"
         )
     if attempt and launch.get("trainer_pid", 0) is None and not launch.get("stopping"):
         how = ended(launch, attempt)
@@ -147,33 +147,61 @@ def doing(run: dict[str, Any], now: float, work: Work) -> Doing:
         return Doing("stalled", f"{dead}, {found.reason}", "restart")
     if work.halted:
         found = computing(run, work)
-        return Doing("stalled", f"{progress(slowest(beats), now)}, {found.reason}", there=found.there)
+        return Doing("stalled", f"{progress(speaker(beats), now)}, {found.reason}", there=found.there)
     return with_heartbeat(run, beats, now, work) if beats else without_heartbeat(run, now, work)
 
 
+def speaker(beats: list[dict[str, Any]]) -> dict[str, Any]:
+    """The heartbeat that tells what a run is at: rank 0 keeps its books."""
+    return next((beat for beat in beats if beat.get("rank") == 0), slowest(beats))
+
+
 def slowest(beats: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rank that is furthest behind speaks for the run: the others wait for it."""
+    """The rank that is furthest behind: the others wait for it."""
     return min(beats, key=lambda beat: last_progress(beat) or 0.0, default={})
 
 
+def holding_up(beats: list[dict[str, Any]], now: float) -> dict[str, Any]:
+    """The rank that the others wait for: who loads, compiles, saves or evaluates in its time, else the
+    one furthest behind.
+    """
+    at_work = [beat for beat in beats if beat.get("phase") != "training" and not quiet(beat, now, beats)]
+    return slowest(at_work or beats)
+
+
+def quiet(beat: dict[str, Any], now: float, beats: list[dict[str, Any]]) -> bool:
+    """Whether a rank has shown no progress for too long. A target's steps are as long as a drafter's."""
+    allowed = max(patience(one) for one in (beats if phase_word(beat) == "training" else [beat]))
+    return now - (last_progress(beat) or now) > allowed
+
+
 def with_heartbeat(run: dict[str, Any], beats: list[dict[str, Any]], now: float, work: Work) -> Doing:
-    beat = slowest(beats)
+    # (who is through waits for nothing, and nobody waits for it)
+    beats = [beat for beat in beats if beat.get("rank") == 0 or beat.get("phase") != "finishing"] or beats
+    beat, first = holding_up(beats, now), speaker(beats)
     word = phase_word(beat)
-    quiet = now - (last_progress(beat) or now)
-    if quiet <= patience(beat):
+    several = len(beats) > 1
+    rank = f"rank {beat.get('rank', '?')} "
+    if several and beat.get("role") in ("target", "drafter"):
+        rank += f"({beat['role']}) "
+    if not quiet(beat, now, beats):
+        told = progress(first, now)
+        if beat is not first and beat.get("phase") != first.get("phase"):
+            told = f"{rank}{progress(beat, now)}"
         speed = too_slow(run) if word == "training" and beat.get("phase") == "training" else ""
         if speed:
             short = working.starving(work, table(run, "load"))
             why = f", its processes get only {short}" if short else ""
-            return Doing("slow", f"{speed}{why}, {progress(beat, now)}", "compare")
-        return Doing(word, progress(beat, now))
-    rank = f"rank {beat.get('rank', '?')} " if len(beats) > 1 else ""
-    what = f"{rank}{beat.get('phase', 'in an unknown phase')}: no progress for {seconds(quiet)}"
-    step = number(beat, "step")
+            return Doing("slow", f"{speed}{why}, {told}", "compare")
+        return Doing(word, told)
+    silent = now - (last_progress(beat) or now)
+    what = f"{rank if several else ''}{beat.get('phase', 'in an unknown phase')}: no progress for "
+    what += seconds(silent)
+    step = number(first if several else beat, "step")
     if step:
         what += f" after step {step:.0f}"
     if word == "loading" and working.reading(work):
-        return Doing(word, f"no word of its loading for {seconds(quiet)}, but it {working.reading(work)}")
+        return Doing(word, f"no word of its loading for {seconds(silent)}, but it {working.reading(work)}")
     sizes = [number(table(item, "ranks"), "WORLD_SIZE") or 0 for item in work.processes]
     size = int(max(sizes, default=0))
     if size > len(beats):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 OURS = "── "  # begins launch's own lines in a log
@@ -20,6 +21,12 @@ def command(task: str, name: Any, host: str | None, more: str = "") -> str:
 def on_host(words: str, host: str | None) -> str:
     """A command for the shell of a host; of another one through ssh."""
     return words if not host or host == "localhost" else f"ssh {host} {words}"
+
+
+def trainers(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The heartbeats whose step counts optimiser steps; a target's counts the micro-batches it has served."""
+    found = table(dict(run), "heartbeats").values()
+    return [beat for beat in found if isinstance(beat, dict) and beat.get("role") != "target"]
 
 
 def last_line(run: dict[str, Any]) -> str:

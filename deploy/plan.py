@@ -26,6 +26,7 @@ from deploy import (
 from deploy import image as images
 from deploy.errors import DeployError
 from deploy.health import number, table, verdict
+from deploy.health_words import trainers
 from deploy.release import Layout, Release
 from deploy.runtimes import compose, pct, process
 from deploy.runtimes.compose import Mount
@@ -449,7 +450,7 @@ def stop_of(live: Mapping[str, Any], facts: Mapping[str, Any], *, checkpoint: bo
         live["path"],
         f"{word.word}: {word.reason}" if word.reason else word.word,
         # At step 0 there is nothing to save.
-        patience > 0 and any(beat.get("step") for beat in live["heartbeats"].values()),
+        patience > 0 and any(beat.get("step") for beat in trainers(live)),
         patience,
         usual.grace_seconds if grace is None else grace,
         adopted_pid(live),
@@ -502,7 +503,7 @@ def _resume(survey: Survey, run: RunSettings) -> str:
     untrained = ""
     if live is not None and adopted_pid(live) is None:
         beats = [beat for beat in live["heartbeats"].values() if isinstance(beat, Mapping)]
-        if any(beat.get("step") for beat in beats) or not beats:
+        if any(beat.get("step") for beat in trainers(live)) or not beats:
             return f"resumes from the checkpoint that {live['run_id']} leaves"
         untrained = f"; {live['run_id']} has taken no step of its own yet"
     if saved is None:
@@ -520,7 +521,7 @@ def _nothing_left(survey: Survey, run: RunSettings) -> list[str]:
     if most is None or flags.get("resume") == "never":
         return []
     if live is not None:  # its checkpoint is yet to be written
-        steps = [beat.get("step") for beat in live["heartbeats"].values() if isinstance(beat, Mapping)]
+        steps = [beat.get("step") for beat in trainers(live)]
     else:
         steps = [] if saved.get("finished") else [saved.get("step")]
     step = max((step for step in steps if isinstance(step, int)), default=0)

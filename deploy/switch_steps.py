@@ -79,7 +79,7 @@ class Switch:
         beats = heartbeats(old)
         if not beats:
             return "skipped", "this run sends no heartbeats, so it cannot be asked"
-        if all(beat.step == 0 for beat in beats):
+        if not any(beat.step for beat in beats if beat.trains):
             return "skipped", "no step was taken yet: there is nothing to save"
         seconds = self.spec["checkpoint_timeout_seconds"]
         if not seconds:
@@ -399,7 +399,7 @@ class Switch:
             return self.settle(max(SETTLED, self.spec.get("settle_seconds") or 0), seconds)
 
         def step() -> str:
-            beats = [beat for beat in heartbeats(self.run()) if beat.last_step_time]
+            beats = [beat for beat in heartbeats(self.run()) if beat.last_step_time and beat.trains]
             return f"step {max(beat.step for beat in beats)}" if beats else ""
 
         return "ok", self.wait_for(step, "step", seconds)

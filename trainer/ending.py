@@ -100,7 +100,7 @@ def newest(heartbeats: Iterable[Heartbeat]) -> tuple[int | None, dict | None]:
     """(last step, last checkpoint) of what the trainer's processes said last."""
     step, checkpoint = None, None
     for beat in sorted(heartbeats, key=lambda beat: beat.time):
-        if beat.step is not None:
+        if beat.step is not None and beat.trains:
             step = beat.step
         if beat.last_checkpoint:
             checkpoint = beat.last_checkpoint

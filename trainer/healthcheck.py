@@ -30,12 +30,13 @@ def judge_run(run: RunDir, now: float) -> tuple[bool, str]:
         return False, str(error)
     if not run.alive():
         return False, f"{run_id}: not running"
-    beats = run.heartbeats().values()
+    beats = [beat for beat in run.heartbeats().values() if beat.rank == 0 or beat.phase != "finishing"]
     if not beats:  # not every command writes heartbeats
         return True, f"{run_id}: running"
     oldest = min(beats, key=lambda beat: beat.time)
     age = now - oldest.time
-    word = f"{run_id}: rank {oldest.rank} {oldest.phase}, step {oldest.step}, heartbeat {age:.0f} s ago"
+    step = max((beat.step for beat in beats if beat.trains), default=0)
+    word = f"{run_id}: rank {oldest.rank} {oldest.phase}, step {step}, heartbeat {age:.0f} s ago"
     return age <= SILENT_SECONDS, word
 
 

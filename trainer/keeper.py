@@ -161,7 +161,7 @@ class Keeper:
         code, number = ending.from_wait_status(popen.returncode)
         short = False
         if code and not self.state.stopping:
-            short = out_of_memory(before, count_kills(), number == signal.SIGKILL)
+            short = out_of_memory(before, count_kills(), code == 128 + signal.SIGKILL)  # (or a rank's)
         return End(code, number, short, seconds=seconds)
 
     def _banner(self, pid: int, reading: int, warned: list[str]) -> str:

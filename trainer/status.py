@@ -215,7 +215,7 @@ class Heartbeat:
     phase: str = "starting"  # one of PHASES
     phase_since: float = 0.0
     detail: str = ""  # free text for people: "toy target: 12 s of 45 s"
-    step: int = 0
+    step: int = 0  # of the optimiser; of a target: micro-batches that it has served
     total: int | None = None
     loss: float | None = None
     tokens_per_second: dict = field(default_factory=dict)  # {now, median}
@@ -227,6 +227,11 @@ class Heartbeat:
     metrics: dict = field(default_factory=dict)  # the newest of tau_hat, tau, lr ...
     answered: dict | None = None  # {id, action, outcome, time}; the outcome is "done", or why not
     schema: int = SCHEMA
+
+    @property
+    def trains(self) -> bool:
+        """Whether its `step` counts optimiser steps: a target's counts the micro-batches it has served."""
+        return self.role != "target"
 
 
 @dataclass
