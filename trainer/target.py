@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.drafter import decoder_of
 from trainer.errors import InputError, counted
 from trainer.modeldir import check_weights, read_config
+from trainer.placement import human, spread
 
 
 def choose_device(name: str) -> torch.device:
@@ -25,8 +27,18 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def choose_devices(place: str) -> tuple[torch.device, ...]:
+    """Those of a place in `roles.Roles`, several joined by + for a target that is spread over them. Raises
+    InputError.
+    """
+    return tuple(choose_device(name) for name in place.split("+"))
+
+
 class Target:
-    """A frozen causal LM. Hooks tap its layers, since Hugging Face's own list norms the last entry."""
+    """A frozen causal LM. Hooks tap its layers, since Hugging Face's own list norms the last entry.
+
+    It may be spread over several devices; what goes in and what comes out is on the first of them (`device`).
+    """
 
     def __init__(self, model: Any, layer_ids: tuple[int, ...] = ()) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -44,9 +56,10 @@ class Target:
         cls,
         directory: str | Path,
         dtype: torch.dtype | Literal["auto"] = torch.float32,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | Sequence[torch.device] = "cpu",
     ) -> Target:
-        """Load a model directory. Raises InputError if it is damaged, or no decoder that can be a target.
+        """Load a model directory. Raises InputError if it is damaged, no decoder that can be a target, or too
+        large for the several devices over which it is to be spread.
 
         Its safetensors are mapped: on the CPU they stay so, and a device gets them tensor by tensor, without
         a second copy in memory. With another `dtype` than the files' own ("auto") they are converted, into a
@@ -85,7 +98,11 @@ class Target:
                 f"--target-model {directory}: its output head is more than a product with a matrix ({more}), "
                 "and the training objective knows no other; choose another target"
             )
-        return cls(model.to(device))
+        if isinstance(device, str | torch.device):
+            return cls(model.to(device))
+        if len(device) == 1:
+            return cls(model.to(device[0]))
+        return cls(_spread_over(model, device, [_free(one) for one in device]))
 
     @classmethod
     def load_ends(cls, directory: str | Path, dtype: torch.dtype, device: str | torch.device) -> Target:
@@ -125,6 +142,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
+        """Where it takes ids, and gives hidden states; of one that is spread, the first."""
         return self.lm_head.device
 
     @property
@@ -139,7 +157,7 @@ class Target:
 
     def taken_taps(self) -> Tensor:
         """The tapped layers' outputs of the last forward pass, side by side: [b, S, K·H]."""
-        taps = torch.cat([self._taps[i] for i in self.layer_ids], dim=-1)
+        taps = torch.cat([self._taps[i].to(self.device) for i in self.layer_ids], dim=-1)
         self._taps.clear()
         return taps
 
@@ -155,7 +173,61 @@ class Target:
         """
         packed = {} if positions is None else {"position_ids": positions}
         last = self.decoder(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
-        return self.taken_taps(), last
+        return self.taken_taps(), last.to(self.device)
+
+
+def _spread_over(model: Any, devices: Sequence[torch.device], room: Sequence[float]) -> Any:
+    """`model` with its parts on `devices`, of which `room` bytes each are free. Raises InputError."""
+    from accelerate import dispatch_model  # late: only a spread target needs it
+
+    device_map, share = placed(model, [str(one) for one in devices], room)
+    if share > 1:
+        names = "+".join(str(one).removeprefix("cuda:") for one in devices)
+        raise InputError(
+            f"--target-gpus {names}: the target's weights take {human(_bytes(model))}, in whole layers, and "
+            f"{' + '.join(human(size) for size in room)} are free there; spread it over more GPUs"
+        )
+    # Caches stay with their layers.
+    skipped = getattr(model, "_skip_keys_device_placement", None)
+    return dispatch_model(model, device_map, main_device=str(devices[0]), skip_keys=skipped, force_hooks=True)
+
+
+def placed(model: Any, devices: Sequence[str], room: Sequence[float]) -> tuple[dict[str, str], float]:
+    """accelerate's device map of a model, and the largest share of a device's `room` that it takes.
+
+    The first device has all but the decoder's layers, which are divided, and its final norm, on the last.
+    """
+    decoder = decoder_of(model)
+    layers, norm = list(decoder.layers), getattr(decoder, "norm", None)
+    last = 0 if norm is None else _bytes(norm)
+    sizes = [_bytes(layer) for layer in layers]
+    of_layer, share = spread(sizes, _bytes(model) - sum(sizes) - last, last, room)
+    device_of = {layer: devices[number] for layer, number in zip(layers, of_layer, strict=True)}
+    if norm is not None:
+        device_of[norm] = devices[-1]
+    inside = {id(part) for part in (decoder, decoder.layers)}
+    found: dict[str, str] = {}
+
+    def walk(module: nn.Module, name: str) -> None:
+        for part_name, part in module.named_children():
+            whole = f"{name}{part_name}"
+            if id(part) in inside or any(one is decoder for one in part.modules()):
+                walk(part, f"{whole}.")
+            else:
+                found[whole] = device_of.get(part, devices[0])
+
+    walk(model, "")
+    return found, share
+
+
+def _bytes(module: nn.Module) -> int:
+    """Of its parameters and buffers, each counted once."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _free(device: torch.device) -> float:
+    """Bytes; of a device that does not tell, more than any target takes."""
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 1e18
 
 
 def _auto_class(config: dict[str, Any]) -> Any:
