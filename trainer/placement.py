@@ -6,7 +6,7 @@ trainer touches lies on the first: embedding, output head (one tensor in many ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def spread(layers: Sequence[int], first: int, last: int, room: Sequence[float]) -> tuple[list[int], float]:
@@ -50,6 +50,16 @@ def needed(layers: Sequence[int], first: int, last: int, each: int, room: float)
         if spread(layers, first, last, [room - each] * count)[1] <= 1:
             return count
     return None
+
+
+def gpus_for(memory: Mapping[str, int], vocabulary: int, layers: int, room: float) -> int | None:
+    """The fewest GPUs of `room` bytes for a target, by `estimate.Estimate.target_memory`; None: none will do.
+
+    `vocabulary` is how many bytes of its weights are embedding and output head; its `layers` count as equal.
+    """
+    each = (memory["weights"] - vocabulary) // layers
+    first = vocabulary + memory["features"]
+    return needed([each] * layers, first, 0, memory["a layer's activations"], room)
 
 
 def human(size: float) -> str:
