@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 SEND, RECEIVE = 2, 2  # buffers of a process
-ROOM = 0.95  # of a GPU's memory: what a runtime and an allocator leave
 CLOSE = 0.05  # waiting times that differ by less are even
 CASE = (5, 3)  # CASE.md's split, and what it gave before and after
 CASE_BEFORE, CASE_AFTER = 21_500, 12_400  # tok/s
@@ -255,12 +254,13 @@ class Job:
     work: dict[str, float]  # FLOP of a micro-batch
     moved: int  # bytes of a micro-batch from target to drafter
     both_memory: int  # bytes of a device that is target and drafter
+    both_fit: bool  # on a GPU
     per_target: int | None  # GPUs that a target takes; None: no number of them holds it
 
 
 def derived(run_file: str, shape: dict[str, Any], assumed: Assumed, vocabulary_products: float = 1.0) -> Job:
     """`vocabulary_products`: how often the products with the vocabulary are done, of what is needed."""
-    from trainer import config, estimate, placement
+    from trainer import config, estimate, fitting
     from trainer.drafter_config import DrafterConfig
 
     settings = config.Settings(**config.read_file(run_file))
@@ -289,18 +289,14 @@ def derived(run_file: str, shape: dict[str, Any], assumed: Assumed, vocabulary_p
         optimizer=7 * gradient / (assumed.memory_rate_gb * 1e9),  # four tensors read, three written
         tokens=found.positions,
     )
-    heads = 1 if shape.get("tie_word_embeddings") else 2
-    vocabulary = heads * drafter.vocab_size * drafter.hidden_size * size
-    room = ROOM * assumed.memory_gb * 1e9
-    shared = {**found.target_memory, **found.drafter_memory}
-    del shared["embedding and output head"]  # the target's own
     return Job(
         stages=stages,
         micro_batches=settings.grad_accum * len(settings.drafter_gpus or (0,)),
         work=work,
         moved=moved,
-        both_memory=sum(shared.values()),
-        per_target=placement.gpus_for(found.target_memory, vocabulary, drafter.num_target_layers, room),
+        both_memory=fitting.memory_of_both(found),
+        both_fit=fitting.memory_of_both(found) <= fitting.ROOM * assumed.memory_gb * 1e9,
+        per_target=fitting.gpus_of_target(settings, found, target, assumed.memory_gb * 1e9),
     )
 
 
@@ -331,9 +327,9 @@ def all_splits(job: Job, gpus: int, args: argparse.Namespace) -> dict[Split, Res
     return {split: simulate(job.stages, split, job.micro_batches, **how) for split in ways}
 
 
-def too_large(job: Job, results: dict[Split, Result], assumed: Assumed) -> dict[Split, str]:
+def too_large(job: Job, results: dict[Split, Result]) -> dict[Split, str]:
     """Colocated ones that a GPU cannot hold, by estimate."""
-    if job.both_memory <= ROOM * assumed.memory_gb * 1e9:
+    if job.both_fit:
         return {}
     return {s: f"needs {job.both_memory / 1e9:,.0f} GB a GPU" for s in results if s.colocated}
 
@@ -354,7 +350,7 @@ def sizes_table(args: argparse.Namespace, assumed: Assumed) -> None:
     for name, shape in SHAPES.items():
         job = derived(args.config, shape, assumed)
         results = all_splits(job, args.gpus, args)
-        large = too_large(job, results, assumed)
+        large = too_large(job, results)
         top = best({split: one for split, one in results.items() if split not in large})
         both = next(one for split, one in results.items() if split.colocated)
         case = results.get(Split(*CASE))
@@ -369,7 +365,7 @@ def box(args: argparse.Namespace, assumed: Assumed) -> None:
     """CASE.md's: its recipe, its split, and its two figures."""
     job = derived(args.config, SHAPES[BOX], assumed)
     results = all_splits(job, args.gpus, args)
-    large = too_large(job, results, assumed)
+    large = too_large(job, results)
     split = best({one: found for one, found in results.items() if one not in large})
     print(f"\n{BOX} by {Path(args.config).name}: {described(job)}")
     print(*table(results, large), sep="\n")
@@ -460,7 +456,7 @@ def given(args: argparse.Namespace) -> None:
         optimizer=args.optimizer_ms / 1000,
         tokens=args.tokens,
     )
-    job = Job(stages, args.micro_batches, {}, 0, 0, args.per_target)
+    job = Job(stages, args.micro_batches, {}, 0, 0, True, args.per_target)
     print(*table(all_splits(job, args.gpus, args)), sep="\n")
 
 

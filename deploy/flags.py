@@ -166,6 +166,7 @@ RESERVED: dict[str, str] = {
     "config": "the run's file is already the configuration",
     "print-config": "use `fab render`",
     "check-config": "use `fab plan`",
+    "gpu-memory": "only --check-config takes it",
 }
 
 

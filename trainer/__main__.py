@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(json.dumps(dataclasses.asdict(settings), indent=1))
             return 0
         if request.check_config:
-            say(config_check(settings))
+            say(config_check(settings, gpu_memory=request.gpu_memory))
             sinks.check(settings.wandb_project)  # last: what a run takes is worth knowing without it
             return 0
         return train(settings, argv)
@@ -91,14 +91,15 @@ def check_devices(settings: config.Settings, *, starting: bool) -> None:
             device.check_gpus(flag, numbers, starting=starting)
 
 
-def config_check(settings: config.Settings, *, weights: bool = False) -> str:
+def config_check(settings: config.Settings, *, weights: bool = False, gpu_memory: float | None = None) -> str:
     """Check what can be checked from small files: the target's config.json, the data's data.json.
 
     `weights` adds the headers of the weights, and whether its kernels can be imported. Returns one line that
     describes the run, one on the kernels of a target that has some, and, without `weights`, what the run will
-    take. Raises InputError.
+    take, and whether GPUs of `gpu_memory` GB (None: of those here, if there are any) hold it. Raises
+    InputError.
     """
-    from trainer import estimate, resuming, toy
+    from trainer import estimate, fitting, resuming, toy
     from trainer.data_meta import check_length, check_meta, known_meta, template_warning
     from trainer.drafter_config import DrafterConfig
     from trainer.kernels import kernels
@@ -137,7 +138,8 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
     if made_here:
         if settings.data_dir:
             known_meta(settings.data_dir)
-        needs = estimate.lines(settings, estimate.estimate(settings, drafter, target, 0), 0)
+        found = estimate.estimate(settings, drafter, target, 0)
+        needs = [*estimate.lines(settings, found, 0), *fitting.lines(settings, found, target, gpu_memory)]
         return "\n".join(["settings are valid; the toy target is made at the start", *needs])
     assert settings.data_dir
     meta = known_meta(settings.data_dir)
@@ -161,9 +163,11 @@ def config_check(settings: config.Settings, *, weights: bool = False) -> str:
         f"· data {settings.data_dir}: {_documents(meta)}"
     )
     tokens = 0 if weights else int(meta.get("tokens") or 0)
-    needs = [] if weights else estimate.lines(
-        settings, estimate.estimate(settings, drafter, target, tokens), tokens
-    )  # fmt: skip
+    needs = []
+    if not weights:
+        found = estimate.estimate(settings, drafter, target, tokens)
+        needs = estimate.lines(settings, found, tokens)
+        needs += fitting.lines(settings, found, target, gpu_memory)
     return "\n".join(filter(None, [described, fast.line(), *warnings, *needs]))
 
 

@@ -232,6 +232,7 @@ class Request:
     settings: Settings
     print_config: bool
     check_config: bool
+    gpu_memory: float | None = None  # GB of each GPU, for a check of a machine that is elsewhere
 
 
 class _Parser(argparse.ArgumentParser):
@@ -257,6 +258,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--config", metavar="FILE", help="a run's file; its `trainer:` mapping has these flags")
     made.add_argument("--print-config", action="store_true", help="print the resolved settings and end")
     made.add_argument("--check-config", action="store_true", help="check settings, target and data, and end")
+    made.add_argument(
+        "--gpu-memory",
+        metavar="X",
+        help="with --check-config: GB of a GPU, to say how many a target needs (default: of those here)",
+    )
     return made
 
 
@@ -282,7 +288,11 @@ def parse(argv: Sequence[str] | None = None) -> Request:
             values[name] = _read(f.metadata["kind"], given, "--" + name.replace("_", "-"))
     settings = Settings(**values)
     check(settings)
-    return Request(settings, arguments.print_config, arguments.check_config)
+    memory = arguments.gpu_memory
+    if memory is not None and not arguments.check_config:
+        raise InputError("--gpu-memory means nothing without --check-config: add that, or leave it out")
+    gigabytes = None if memory is None else _read(number(0, positive=True), memory, "--gpu-memory")
+    return Request(settings, arguments.print_config, arguments.check_config, gigabytes)
 
 
 def read_file(path: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,16 @@ def on_gpu(name: str, *, devices: Path = Path("/dev"), environment: Mapping[str,
     if name != "auto":
         return name.startswith("cuda")
     return _count(devices, environment)[0] != 0 and not _built_without_gpu()
+
+
+def gpu_memory() -> float | None:
+    """Bytes of the smallest NVIDIA GPU here; None if there is none, or nvidia-smi does not tell."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return min((int(line) for line in told.split()), default=0) * 2.0**20 or None
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def _check_build(named: str, remedy: str) -> None:
