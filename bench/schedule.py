@@ -1,11 +1,11 @@
 """How N GPUs are best divided between target and drafter: python bench/schedule.py [--gpus 8]
 
 A simulation of the trainer's schedule. Micro-batch j, counted through the run, is computed by target j mod T
-and trained on by drafter j mod D. A target computes its own in their order and runs ahead while it has a free
-send buffer (2). A transfer needs the micro-batch, and a free receive buffer (2) of the drafter; a sender and
-a receiver have one at a time, in the order of j. A drafter trains on its own in their order. After the G
-micro-batches of a step all drafters sum their gradients and step the optimiser together. Colocated, each of
-N devices does both for its own. Every event follows from earlier ones alone, so one pass over the
+and trained on by drafter j mod D. A target computes its own in their order and runs ahead while it has a
+free send buffer. A transfer needs the micro-batch, and a free receive buffer of the drafter (two each); a
+sender and a receiver have one at a time, in the order of j. A drafter trains on its own in their order. After
+the G micro-batches of a step all drafters sum their gradients and step the optimiser together. Colocated,
+each of N devices does both for its own. Every event follows from earlier ones alone, so one pass over the
 micro-batches in their order gives the times of all.
 
 Without --target-ms the times of the stages follow from a run's file: the work that trainer/estimate.py
@@ -32,9 +32,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SEND, RECEIVE = 2, 2  # buffers of a process
-CLOSE = 0.05  # waiting times that differ by less are even
-CASE = (5, 3)  # CASE.md's split, and what it gave before and after
+from trainer.waiting import AHEAD, SHORT  # noqa: E402
+
+CASE = (5, 3)  # the split of the run behind this project, and what it gave before and after
 CASE_BEFORE, CASE_AFTER = 21_500, 12_400  # tok/s
 
 SHAPES: dict[str, dict[str, Any]] = {  # as their config.json says
@@ -108,9 +108,9 @@ class Result:
 
     @property
     def hint(self) -> str:
-        if self.drafter_waits - self.target_waits > CLOSE:
+        if self.drafter_waits - self.target_waits > SHORT:
             return "targets are short"
-        if self.target_waits - self.drafter_waits > CLOSE:
+        if self.target_waits - self.drafter_waits > SHORT:
             return "drafters are short"
         return "even"
 
@@ -135,8 +135,8 @@ def simulate(
     steps: int = 200,
     spread: float = 0.0,
     seed: int = 0,
-    send: int = SEND,
-    receive: int = RECEIVE,
+    send: int = AHEAD,
+    receive: int = AHEAD,
 ) -> Result:
     """`micro_batches` is G, of a step. The first fifth of the `steps` is left out of what is said."""
     T, D = split.targets, split.drafters
@@ -362,7 +362,7 @@ def sizes_table(args: argparse.Namespace, assumed: Assumed) -> None:
 
 
 def box(args: argparse.Namespace, assumed: Assumed) -> None:
-    """CASE.md's: its recipe, its split, and its two figures."""
+    """The reference box: its recipe, its split, and its two figures."""
     job = derived(args.config, SHAPES[BOX], assumed)
     results = all_splits(job, args.gpus, args)
     large = too_large(job, results)
@@ -383,8 +383,9 @@ def box(args: argparse.Namespace, assumed: Assumed) -> None:
     for rate in (CASE_BEFORE, CASE_AFTER):
         share = rate / case.rate
         print(
-            f"  CASE.md's {rate:,} tok/s at {Split(*CASE)} are {100 * share:.0f} % of that: as if GPUs did "
-            f"{share * assumed.target_tflops:.0f} TFLOP/s (target) and {share * assumed.drafter_tflops:.0f}."
+            f"  {rate:,} tok/s of the run behind this project, at {Split(*CASE)}, are {100 * share:.0f} % of "
+            f"that: as if GPUs did {share * assumed.target_tflops:.0f} TFLOP/s (target) and "
+            f"{share * assumed.drafter_tflops:.0f}."
         )
     by_speed(args, assumed)
     by_buffers(args, job, [split, Split(*CASE)])
@@ -437,7 +438,7 @@ def _record(
         (f"target and drafter on each of them{', if that fitted' if both in large else ''}", both),
     ):
         record(
-            f"CASE.md's box, simulated: the best split of {args.gpus} GPUs ({split})",
+            f"Qwen3.6-27B's recipe, simulated: the best split of {args.gpus} GPUs ({split})",
             against,
             ours=1e6 / results[split].rate,
             theirs=1e6 / results[other].rate,
