@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from trainer.channel import Outgoing, with_last
@@ -44,9 +43,8 @@ class Ended(Exception):
 class Feeder:
     """What such a rank does from its loading to the end of the run."""
 
-    def __init__(
-        self, settings: Settings, monitor: Monitor, world: World, loaded: Loaded, device: torch.device
-    ) -> None:
+    def __init__(self, settings: Settings, monitor: Monitor, world: World, loaded: Loaded) -> None:
+        device = loaded.target.device
         self._monitor = monitor
         self._world = world
         self._loaded = loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,13 @@ class Loaded:
         )
 
 
-def load(settings: Settings, monitor: Monitor, device: torch.device, *, ends: bool = False) -> Loaded:
-    """`ends`: for a process that only trains the drafter. Raises InputError for what does not fit."""
+def load(
+    settings: Settings, monitor: Monitor, devices: Sequence[torch.device], *, ends: bool = False
+) -> Loaded:
+    """The target on `devices`. `ends`: for a process that only trains the drafter.
+
+    Raises InputError for what does not fit together.
+    """
     monitor.phase("loading")
     toy_prompts = None
     if settings.target_model == "toy":
@@ -60,7 +66,10 @@ def load(settings: Settings, monitor: Monitor, device: torch.device, *, ends: bo
     monitor.phase("loading", f"target {target_dir}")
     completions = open_completions(data_dir, settings.cache, say)
     dtype = getattr(torch, settings.dtype)
-    target = Target.load_ends(target_dir, dtype, device) if ends else Target.load(target_dir, dtype, device)
+    if ends:
+        target = Target.load_ends(target_dir, dtype, devices[0])
+    else:
+        target = Target.load(target_dir, dtype, devices)
     if not ends and (bad := first_not_finite(target.model.named_parameters())):
         raise InputError(
             f"--target-model {target_dir}: {bad} holds values that are not finite; copy the model again"

@@ -7,6 +7,7 @@ of them and keeps the books.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 import time
@@ -37,7 +38,7 @@ from trainer.saving import Saving
 from trainer.sinks import Project, Records
 from trainer.status import Request
 from trainer.sums import GradientSum
-from trainer.target import choose_device
+from trainer.target import choose_device, choose_devices
 from trainer.waiting import waiting
 from trainer.world import PeerLost, World
 
@@ -59,14 +60,17 @@ def run(settings: Settings, monitor: Monitor) -> int:
         torch.set_num_threads(settings.threads)
     ranks = roles.of(settings).ranks
     number = roles.own_rank()
-    device = choose_device(ranks[number].device)
+    devices = choose_devices(ranks[number].device)
+    device = devices[0]
     if device.type == "cuda":
         torch.cuda.set_device(device)
         monitor.gauge = functools.partial(gpu.memory, device)
     try:
         world = World(ranks, number, roles.store())
         try:
-            return _run(settings, monitor, world, device)
+            if world.rank.role == "target":
+                return Feeder(settings, monitor, world, load(settings, monitor, devices)).run()
+            return _train(settings, monitor, world, device)
         finally:
             world.close()
     except PeerLost as lost:
@@ -74,21 +78,13 @@ def run(settings: Settings, monitor: Monitor) -> int:
         return LOST
 
 
-def _run(settings: Settings, monitor: Monitor, world: World, device: torch.device) -> int:
-    if world.rank.role == "target":
-        return Feeder(settings, monitor, world, load(settings, monitor, device), device).run()
-    if not world.main:
-        return _train(settings, monitor, world, device)
-    with checkpoint.output_directory(Path(settings.output_dir)):
-        return _train(settings, monitor, world, device)
-
-
 def _train(settings: Settings, monitor: Monitor, world: World, device: torch.device) -> int:
-    trainer = Trainer(settings, monitor, world, device)
-    try:
+    with contextlib.ExitStack() as stack:
+        if world.main:
+            stack.enter_context(checkpoint.output_directory(Path(settings.output_dir)))
+        trainer = Trainer(settings, monitor, world, device)
+        stack.callback(trainer.close)
         return trainer.run()
-    finally:
-        trainer.close()
 
 
 class Trainer:
@@ -111,7 +107,7 @@ class Trainer:
         self.clock = gpu.GpuClock() if device.type == "cuda" else HostClock()
 
         alone = world.rank.role == "drafter"  # the target is elsewhere
-        loaded = load(settings, monitor, device, ends=alone)
+        loaded = load(settings, monitor, [device], ends=alone)
         self.target, self.completions, self.reader = loaded.target, loaded.completions, loaded.reader
         self.config = loaded.config
         torch.manual_seed(settings.seed)  # only now: making the toy draws numbers too
