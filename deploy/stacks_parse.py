@@ -78,7 +78,7 @@ def sections(log: bytes) -> dict[int, str]:
         elif _END.match(line):
             rank = None
         elif rank is not None:
-            found[rank].append(line)
+            found[rank].append(line.removeprefix(f"[{rank}] "))  # (so begin the lines of one of several)
     return {rank: "\n".join(lines) for rank, lines in found.items()}
 
 

@@ -449,7 +449,7 @@ class Launcher:
                 self._kill(self._living(), now, "")
         elif self._failed:
             self._end_others(now)
-        elif self._hangs(now):
+        elif not self._stalled and self._hangs(now):
             self._stalled = True
             self._say(f"no step of any rank for {self._timeout:g} s (--stall-timeout) while training")
             beats = {m.rank.number: Heartbeat(pid=m.process.pid) for m in self.members}

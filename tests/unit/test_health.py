@@ -89,6 +89,77 @@ def test_the_rank_that_is_furthest_behind_speaks_for_the_run():
     assert found.reason.startswith("rank 0 ")
 
 
+def several(*changes: dict) -> dict:
+    """The case "training" with rank 0 as a drafter and further ranks beside it, each with its changes."""
+    found = case("training")
+    first = found["run"]["heartbeats"]["0"]
+    found["run"]["heartbeats"] = {
+        str(rank): {**first, "rank": rank, "pid": first["pid"] if rank == 0 else 900 + rank, **change}
+        for rank, change in enumerate(changes)
+    }
+    found["run"]["processes"] += [
+        {**found["run"]["processes"][-1], "pid": 900 + rank, "nspid": 900 + rank}
+        for rank in range(len(changes))
+    ]
+    return found
+
+
+def target(**changes: object) -> dict:
+    return {
+        "role": "target",
+        "step": 480,
+        "loss": None,
+        "tokens_per_second": {},
+        "phase_seconds": {},
+        **changes,
+    }
+
+
+def test_of_several_ranks_the_books_of_rank_0_are_told():
+    found = several({"role": "drafter"}, target(last_step_time=case("training")["time"] - 20))
+    told = verdict(found["run"], found["time"])
+    assert (told.word, told.reason) == ("training", verdict(case("training")["run"], found["time"]).reason)
+
+
+@pytest.mark.parametrize("phase", ["checkpointing", "evaluating", "finishing"])
+def test_ranks_that_wait_for_one_that_saves_or_evaluates_are_not_stalled(phase):
+    found = several({"role": "drafter"}, target())
+    later = found["time"] + 200
+    found["run"]["heartbeats"]["0"].update(phase=phase, phase_since=found["time"], time=later)
+    told = verdict(found["run"], later)
+    assert told.word == ("checkpointing" if phase == "checkpointing" else "training"), told
+    assert "step 17/" in told.reason
+
+
+def test_the_rank_that_still_loads_is_named():
+    found = several(
+        {"role": "drafter"}, target(phase="loading", detail="target /m", step=0, last_step_time=None)
+    )
+    told = verdict(found["run"], found["time"])
+    assert (told.word, told.reason[:25]) == ("loading", "rank 1 (target) target /m")
+
+
+def test_the_rank_that_hangs_is_named_with_the_step_of_the_training():
+    found = several({"role": "drafter"}, target())
+    found["run"]["heartbeats"]["1"]["last_step_time"] -= 3
+    told = verdict(found["run"], found["time"] + 900)
+    assert told.word in ("silent", "stalled")
+    assert told.reason.startswith("rank 1 (target) training: no progress for 15 min after step 17")
+
+
+def test_a_target_may_take_as_long_as_the_steps_that_it_serves():
+    found = several({"role": "drafter", "phase_seconds": {"forward": 30}}, target())
+    assert verdict(found["run"], found["time"] + 200).word == "training"
+    assert verdict(found["run"], found["time"] + 400).word != "training"
+
+
+def test_a_rank_that_is_through_is_not_waited_for():
+    found = several({"role": "drafter"}, target(phase="finishing"))
+    del found["run"]["processes"][-1]
+    found["run"]["heartbeats"]["1"]["time"] -= 900
+    assert verdict(found["run"], found["time"]).word == "training"
+
+
 def test_heartbeats_of_an_earlier_attempt_do_not_speak_for_this_one():
     run = case("training")["run"]
     run["launch"].update(attempt=2, output=0, offset=run["log"]["bytes"])

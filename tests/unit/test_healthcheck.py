@@ -45,6 +45,16 @@ def test_one_silent_rank_is_enough_to_be_unhealthy(tmp_path: Path, living: RunDi
     assert "rank 1" in word
 
 
+def test_a_rank_that_is_through_makes_nothing_unhealthy_and_a_target_counts_no_steps(
+    tmp_path: Path, living: RunDir
+) -> None:
+    beat(living, age=2, rank=0)
+    for rank, phase in ((1, "training"), (2, "finishing")):
+        age = 3 if rank == 1 else SILENT_SECONDS + 1
+        living.write_heartbeat(Heartbeat(rank=rank, role="target", phase=phase, step=480, time=NOW - age))
+    assert judge(tmp_path, "demo", NOW) == (True, "0001-demo: rank 1 training, step 12, heartbeat 3 s ago")
+
+
 def test_a_command_without_heartbeats_is_healthy_while_it_lives(tmp_path: Path, living: RunDir) -> None:
     assert judge(tmp_path, "demo", NOW)[0]
 

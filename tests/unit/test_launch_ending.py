@@ -12,6 +12,14 @@ from trainer.status import Exit, Heartbeat, Run, RunDir
 RUN = Run(run_id="0001-demo", name="demo", command=["x"], restart_attempts=2, restart_minutes=10)
 
 
+def test_the_last_step_is_one_of_the_training_not_of_a_target() -> None:
+    beats = [
+        Heartbeat(rank=0, role="drafter", step=12, time=5.0, last_checkpoint={"step": 10}),
+        Heartbeat(rank=1, role="target", step=480, time=6.0),
+    ]
+    assert newest(beats) == (12, {"step": 10})
+
+
 @pytest.mark.parametrize(
     ("end", "stopping", "again"),
     [

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ import pytest
 
 from trainer import monitor, sinks
 from trainer.monitor import PARTS, Interval, Monitor, line
+from trainer.roles import Rank
 from trainer.sinks import MetricsFile, Project, Records, TensorBoard, Wandb, _flat, wandb_mode
-from trainer.status import RunDir, write_json
+from trainer.status import PROGRESS_VARIABLE, RANK_VARIABLE, RunDir, write_json
 
 
 def wait_for(condition, seconds: float = 20) -> None:  # type: ignore[no-untyped-def]
@@ -357,3 +361,73 @@ def test_a_heartbeat_that_does_not_fit_on_the_disk_ends_nothing(
     monitor = Monitor(run_dir.path)
     monitor.close()
     write_json(run_dir.path / "x.json", {})
+
+
+# -- one of several ranks, and a process that hangs -------------------------------------------------------
+
+
+def test_a_rank_writes_its_own_heartbeat_and_tells_its_progress(run_dir: RunDir, monkeypatch) -> None:
+    reading, writing = os.pipe()
+    monkeypatch.setenv(RANK_VARIABLE, "3")
+    monkeypatch.setenv(PROGRESS_VARIABLE, str(writing))
+    rank = Monitor(run_dir.path, Rank(3, "target", 1, "cpu:1"), 0.01)
+    for name in ("loading", "loading", "training"):
+        rank.phase(name, "some words")
+    rank.step_done(17, 0.1, 100)
+    rank.close()
+    assert os.read(reading, 4096) == b"phase loading\nphase training\nstep 17\n"
+    (beat,) = run_dir.heartbeats().values()
+    assert (beat.rank, beat.role, beat.step, beat.trains) == (3, "target", 17, False)
+    for step in range(20_000):  # more than the pipe takes: nobody waits for its reader
+        rank.step_done(step, 0.1, 100)
+    os.close(reading)
+    rank.step_done(1, 0.1, 100)
+    os.close(writing)
+
+
+ALONE = """
+import sys, time
+from trainer import monitor
+from trainer.monitor import Monitor
+monitor.PERIOD, monitor.PAUSED = 0.05, 0.5
+alone = Monitor(None, None, float(sys.argv[1]))
+def hangs(): time.sleep(float(sys.argv[3]))
+alone.phase("training")
+alone.phase(sys.argv[2])
+for step in range(10):
+    time.sleep(0.1)
+    alone.step_done(step, 0.1, 1)
+print("steps", flush=True)
+hangs()
+"""
+
+
+def alone(*words: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", ALONE, *words], stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_training_without_a_step_for_too_long_ends_with_its_stacks() -> None:
+    process = alone("0.7", "training", "600")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (4, "steps\n")
+    assert "in hangs" in err
+    assert err.splitlines()[-1].startswith("error: no step for 0.7 s (--stall-timeout) while training")
+
+
+@pytest.mark.parametrize(("stall", "phase"), [("0.7", "evaluating"), ("0", "training")])
+def test_what_has_no_steps_or_no_limit_does_not_hang(stall, phase) -> None:
+    process = alone(stall, phase, "1.5")
+    assert process.communicate(timeout=60) == ("steps\n", "")
+    assert process.returncode == 0
+
+
+def test_the_time_in_which_a_process_was_halted_does_not_count() -> None:
+    process = alone("0.7", "training", "0.3")
+    assert process.stdout
+    process.stdout.readline()
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 0

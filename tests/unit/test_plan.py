@@ -186,12 +186,17 @@ def test_a_restart_of_what_runs_already_starts_anew(tmp_path: Path) -> None:
     assert f"  release   {old.id}, unchanged\n  weights" in str(made)
 
 
+# A target has made ready what no drafter has learnt from yet.
+SERVED = {"0": {"role": "drafter", "step": 0}, "1": {"role": "target", "step": 480}}
+
+
 @pytest.mark.parametrize(
     ("text", "found", "checkpoint", "said"),
     [
         ("", facts(), {"step": 120}, "the newest checkpoint is of step 120"),
         ("", facts(runs=[run()]), None, "0007-demo is at step 120"),
         ("", facts(), {"step": 119}, None),
+        ("", facts(runs=[run(heartbeats=SERVED)]), None, None),
         ("", facts(), {"step": 120, "finished": True}, None),
         (", resume: never", facts(), {"step": 120}, None),
     ],
@@ -243,6 +248,12 @@ def test_what_failed_before_is_listed_and_nothing_is_planned(tmp_path: Path) -> 
         (
             DEMO,
             facts(runs=[run(heartbeats={"0": {"step": 0}})]),
+            {"step": 100, "run_id": "0006-demo"},
+            "resumes at step 100 (0006-demo did not finish; 0007-demo has taken no step of its own yet)",
+        ),
+        (
+            DEMO,
+            facts(runs=[run(heartbeats=SERVED)]),
             {"step": 100, "run_id": "0006-demo"},
             "resumes at step 100 (0006-demo did not finish; 0007-demo has taken no step of its own yet)",
         ),

@@ -182,11 +182,16 @@ def test_a_progress_bar_and_the_line_of_another_rank_do_not_meet_on_one_line(sta
     source = """
 if rank == 0:
     for share in range(3): say(f"\\r {share} of 3")
-    mark("shown"); await_mark("told"); time.sleep(0.5); say("\\r 3 of 3\\ndone\\n")
+    await_mark("told"); say("\\r 3 of 3\\ndone\\n")
 else:
-    await_mark("shown"); time.sleep(0.5); say("beside it\\n"); mark("told")
+    await_mark("shown"); say("beside it\\n")
 """
-    code, text = start(source, count=2).finish()
+    run = start(source, count=2)
+    run.wait_for(" 2 of 3")
+    (run.room / "shown").touch()
+    run.wait_for("beside it")
+    (run.room / "told").touch()
+    code, text = run.finish()
     assert code == 0
     assert text == "[0]  0 of 3\r[0]  1 of 3\r[0]  2 of 3\r\n[1] beside it\n[0]  3 of 3\n[0] done\n"
 
@@ -294,8 +299,8 @@ def test_who_notices_a_failure_and_ends_sooner_is_not_taken_for_the_first(start)
     source = """
 if rank == 1:
     sys.stderr.write("Traceback (most recent call last):\\nOutOfMemory: of device 1\\n")
-    await_mark("ended"); time.sleep(0.3); say("late words of a library\\n"); sys.exit(1)
-time.sleep(0.5)
+    mark("failing"); await_mark("ended"); time.sleep(0.3); say("late words of a library\\n"); sys.exit(1)
+await_mark("failing"); time.sleep(0.1)
 sys.stderr.write("Traceback (most recent call last):\\nConnectionError: rank 1 has left\\n")
 mark("ended"); sys.exit(1)
 """
@@ -390,10 +395,10 @@ def test_a_command_that_cannot_be_started_is_one_sentence(capfd) -> None:
 
 SAVING = """
 asked = stand(signal.SIGTERM)
-tell("phase training")
 say("ready\\n")
 if rank == 0:
     while not asked: time.sleep(0.01)
+    tell("phase training")
     tell("phase checkpointing"); mark("saving"); await_mark("disk"); say("saved\\n"); mark("saved")
 else:
     await_mark("saved")
@@ -471,20 +476,37 @@ def test_a_hang_is_told_with_all_stacks_one_after_the_other(start) -> None:
 
 @pytest.mark.parametrize("phase", ["loading", "compiling", "evaluating", "checkpointing"])
 def test_there_is_no_hang_while_a_rank_does_what_has_no_steps(start, phase) -> None:
-    source = f'tell("phase " + ("{phase}" if rank else "training")); time.sleep(1.2); say("done\\n")'
+    source = f"""
+if rank: tell("phase {phase}"); mark("at-it")
+else: await_mark("at-it"); tell("phase training")
+time.sleep(1.2); say("done\\n")
+"""
     code, text = start(source, count=2, stall=0.3).finish()
     assert (code, text.count("done")) == (0, 2)
 
 
-@pytest.mark.parametrize(("rank", "stall"), [(0, 0.6), (1, 0.6), (2, 0)])
+@pytest.mark.parametrize(("rank", "stall"), [(0, 1), (1, 1), (2, 0)])
 def test_there_is_no_hang_while_any_rank_takes_steps_or_none_is_looked_for(start, rank, stall) -> None:
     source = f"""
+mark(f"here-{{rank}}"); await_mark(f"here-{{1 - rank}}")
 tell("phase training")
 for step in range(30):
     time.sleep(0.05)
     if rank == {rank}: tell(f"step {{step}}")
 """
     assert start(source, count=2, stall=stall).finish() == (0, "")
+
+
+def test_the_time_in_which_all_were_halted_does_not_count(start) -> None:
+    run = start(
+        'tell("phase training"); say("here\\n"); time.sleep(1.5)', stall=2, PAUSED=0.5, LONGEST_TURN=0.1
+    )
+    for rank in range(3):
+        run.wait_for(f"[{rank}] here")
+    os.killpg(run.process.pid, signal.SIGSTOP)
+    time.sleep(2.2)
+    os.killpg(run.process.pid, signal.SIGCONT)
+    assert run.finish()[0] == 0
 
 
 # -- the rank's side ---------------------------------------------------------------------------------------
@@ -496,3 +518,16 @@ def test_a_rank_knows_itself_by_its_environment() -> None:
     for text in ("3", "-1", "x", ""):
         with pytest.raises(InputError, match=f"^{RANK_VARIABLE}={text}: there are 3 ranks here"):
             own(PLACES, {RANK_VARIABLE: text})
+
+
+def test_what_is_wrong_is_said_once_before_any_rank_is_started(tmp_path: Path) -> None:
+    devices = ["--target-gpus", "cpu:0", "--drafter-gpus", "cpu:1"]
+    command = [sys.executable, "-m", "trainer", "--target-model", str(tmp_path), "--data-dir", "x", *devices]
+    for environment, words in (
+        ({}, f"error: --target-model {tmp_path}: "),
+        ({RANK_VARIABLE: "2"}, f"error: {RANK_VARIABLE}=2: there are 2 ranks here, from 0"),
+    ):
+        answer = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, timeout=60)
+        assert (answer.returncode, answer.stdout) == (2, b"")
+        assert answer.stderr.decode().startswith(words)
+        assert answer.stderr.count(b"\n") == 1
