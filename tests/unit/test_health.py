@@ -149,6 +149,7 @@ def test_the_rank_that_hangs_is_named_with_the_step_of_the_training():
 
 def test_a_target_may_take_as_long_as_the_steps_that_it_serves():
     found = several({"role": "drafter", "phase_seconds": {"forward": 30}}, target())
+    found["run"]["heartbeats"]["1"]["last_step_time"] -= 3
     assert verdict(found["run"], found["time"] + 200).word == "training"
     assert verdict(found["run"], found["time"] + 400).word != "training"
 
@@ -156,7 +157,8 @@ def test_a_target_may_take_as_long_as_the_steps_that_it_serves():
 def test_a_rank_that_is_through_is_not_waited_for():
     found = several({"role": "drafter"}, target(phase="finishing"))
     del found["run"]["processes"][-1]
-    found["run"]["heartbeats"]["1"]["time"] -= 900
+    for moment in ("time", "phase_since", "last_step_time"):
+        found["run"]["heartbeats"]["1"][moment] -= 900
     assert verdict(found["run"], found["time"]).word == "training"
 
 
