@@ -65,7 +65,10 @@ def train(settings: config.Settings, argv: Sequence[str]) -> int:
         monitor.phase("loading", "importing torch")
         from trainer.train import run
 
-        return run(settings, monitor)
+        code = run(settings, monitor)
+        if code == 0 and len(places) > 1:
+            monitor.phase("finishing")  # its end is expected now
+        return code
     finally:
         monitor.close()
 

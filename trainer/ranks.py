@@ -152,7 +152,7 @@ def launch(
     if not threads and all(rank.device.startswith("cpu") for rank in ranks):
         share = len(os.sched_getaffinity(0)) // len(ranks)
         given.setdefault(THREADS_VARIABLE, str(max(1, share)))
-    with tempfile.TemporaryDirectory(prefix="drafthouse-") as place:
+    with tempfile.TemporaryDirectory(prefix="drafthouse-ranks-") as place:
         given[STORE_VARIABLE] = str(Path(place, "store"))
         launcher = Launcher(stall_timeout)
         try:
@@ -247,7 +247,7 @@ class Launcher:
             self._say(f"ended by {ending.signal_name(number)} before the first step: nothing was to be saved")
             return code
         words = self._first.last[:500].decode("utf-8", "replace")
-        last = f"; its last line: {words}" if words and not _decisive(self._first) else ""
+        last = f"; its last line: {words}" if words and number is None else ""
         self._say(f"error: {self._first.rank} failed first, {self._first.how}{last}")
         return code
 

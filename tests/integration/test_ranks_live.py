@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from deployed import HOST
 from launching import Launched, gone, launched, wait_for
 
@@ -69,7 +70,7 @@ def run(tmp_path: Path) -> Iterator[Launched]:
     with launched(
         tmp_path / "runs" / "0001-demo",
         [sys.executable, "-u", str(script), "4"],
-        popen={"env": {**os.environ, "PYTHONPATH": os.getcwd()}},
+        popen={"env": {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(tmp_path)}},
     ) as started:
         for rank in range(3):
             started.wait_for_log(b"[%d] at " % rank)
@@ -159,3 +160,34 @@ def test_when_launch_is_killed_no_rank_is_left(run: Launched) -> None:
     everybody = pids(run)
     os.kill(run.launch_pid(), signal.SIGKILL)
     wait_for(lambda: all(map(gone, everybody)), "the ranks' end")
+
+
+def test_the_trainer_itself_stops_resumes_and_names_a_rank_that_was_killed(tmp_path: Path) -> None:
+    target = tiny.target_directory(tmp_path / "target")
+    data = tiny.data_directory(tmp_path / "data", target)
+    devices = {"target_gpus": "cpu:0", "drafter_gpus": "cpu:1,cpu:2"}
+    flags = tiny.flags(target, data, tmp_path / "out", epochs=100_000, log_interval=0, **devices)
+    command = [sys.executable, "-u", "-m", "trainer", *flags]
+    environment = {"env": {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(tmp_path)}}
+
+    with launched(tmp_path / "runs" / "0001-demo", command, popen=environment) as run:
+        run.wait_for_log(b"[0] step 3/")
+        below = run.tree()[1:]
+        run.term()
+        record = run.finish()
+    assert (record.reason, record.code) == ("stopped", 0)
+    assert record.last_checkpoint
+    assert record.last_step == record.last_checkpoint["step"] >= 3
+    assert all(map(gone, below))
+    assert not list(tmp_path.glob("drafthouse-*"))
+    assert run.log.count(b"target " + os.fsencode(target)) == 1  # what can be told at once is said once
+
+    with launched(tmp_path / "runs" / "0002-demo", command, popen=environment) as run:
+        run.wait_for_log(b"[0] step %d/" % (record.last_step + 1))
+        assert [beat.role for beat in run.directory.heartbeats().values()] == ["drafter", "drafter", "target"]
+        os.kill(pids(run)[2], signal.SIGKILL)
+        killed = run.finish()
+    assert (killed.reason, killed.code) == ("failed", 137)
+    assert killed.last_lines[-1] == "error: rank 2 (target 0 on cpu:0) failed first, by SIGKILL"
+    assert killed.last_checkpoint
+    assert killed.last_checkpoint["step"] > record.last_step  # what was learnt since is kept
