@@ -53,7 +53,10 @@ def train(settings: config.Settings, argv: Sequence[str]) -> int:
     if where and not Path(where).is_dir():
         raise InputError(f"--run-dir {where}: there is no such directory; make it first (mkdir -p {where})")
     if len(places) > 1 and rank is None:
-        check_start(settings)
+        # What a check imports (torch, for a target's kernels) ends with it: who waits for the ranks
+        # holds neither memory nor a GPU.
+        if code := ranks.apart(lambda: check_start(settings)):
+            return code
         command = [sys.executable, "-u", "-m", "trainer", *argv]
         return ranks.launch(
             command, places, stall_timeout=settings.stall_timeout, threads=settings.threads is not None

@@ -14,15 +14,17 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer import ending, output
 from trainer.asked import Dump
-from trainer.errors import NO_READER, InputError
+from trainer.errors import NO_READER, InputError, to_the_end
 from trainer.forward import RECORD_BYTES, Forward
 from trainer.processes import (
     PR_SET_CHILD_SUBREAPER,
@@ -135,6 +137,39 @@ def own(ranks: Sequence[Rank], environment: Mapping[str, str] = os.environ) -> R
     )
 
 
+def apart(check: Callable[[], None]) -> int:
+    """Run `check` in a process of its own; the exit code that it asks for by an InputError, else 0."""
+
+    def code() -> int:
+        try:
+            check()
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return error.code
+        return 0
+
+    ours = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        found = 1
+        try:
+            _end_with(ours)
+            found = to_the_end(code)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(found)
+    return ending.from_wait_status(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))[0]
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process with its `parent`."""
+    with contextlib.suppress(OSError):
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(128 + signal.SIGKILL)
+
+
 def launch(
     command: Sequence[str],
     ranks: Sequence[Rank],
@@ -182,6 +217,7 @@ class Launcher:
         self._holding = self._watching = False
         now = time.monotonic()
         self._news = self._looked = now  # the last progress of any rank; the last turn
+        self._stepped = False  # whether any has taken a step
         self._stops: list[int] = []  # the signals that asked us to stop
         self._failed = 0.0  # when the first rank failed
         self._first: Member | None = None  # of those that failed
@@ -193,13 +229,6 @@ class Launcher:
     def start(self, rank: Rank, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Raises InputError."""
         ours = os.getpid()
-
-        def prepare() -> None:
-            with contextlib.suppress(OSError):
-                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != ours:  # we died before the line above
-                os._exit(128 + signal.SIGKILL)
-
         reading, writing = output.make(terminal=False)
         progress, telling = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         own = {RANK_VARIABLE: str(rank.number), PROGRESS_VARIABLE: str(telling)}
@@ -211,7 +240,7 @@ class Launcher:
                 stdout=writing,
                 stderr=writing,
                 pass_fds=(telling,),
-                preexec_fn=prepare,
+                preexec_fn=lambda: _end_with(ours),
             )
         except OSError as error:
             os.close(reading)
@@ -244,7 +273,8 @@ class Launcher:
             return NO_READER if self._unread else 0
         code, number = ending.from_wait_status(self._first.code or 0)
         if number in self._stops:
-            self._say(f"ended by {ending.signal_name(number)} before the first step: nothing was to be saved")
+            early = "" if self._stepped else " before the first step: nothing was to be saved"
+            self._say(f"ended by {ending.signal_name(number)}{early}")
             return code
         words = self._first.last[:500].decode("utf-8", "replace")
         last = f"; its last line: {words}" if words and number is None else ""
@@ -255,7 +285,8 @@ class Launcher:
         """End what lives, pass on what is left, let go of all."""
         for member in self._living():
             send(member.process, signal.SIGKILL)
-            member.popen.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                member.popen.wait(KILL_SECONDS)
         self._forward.flush(*STDOUT_SECONDS)
         self._selector.close()
         self._forward.close()
@@ -393,6 +424,7 @@ class Launcher:
             word, _, value = line.decode("utf-8", "replace").partition(" ")
             if word == "phase":
                 member.phase, member.since = value, now
+            self._stepped = self._stepped or word == "step"
         self._news = now
 
     def _on_signals(self) -> None:

@@ -520,6 +520,26 @@ def test_a_rank_knows_itself_by_its_environment() -> None:
             own(PLACES, {RANK_VARIABLE: text})
 
 
+APART = """
+import os, sys
+from trainer.errors import InputError
+from trainer.ranks import apart
+def imports(): import wave
+def refuses(): raise InputError("no such thing; make it", code=7)
+def crashes(): raise ValueError("a defect")
+def dies(): os.kill(os.getpid(), 9)
+print([apart(check) for check in (imports, refuses, crashes, dies)], "wave" in sys.modules)
+"""
+
+
+def test_a_check_apart_leaves_nothing_but_its_exit_code() -> None:
+    answer = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, timeout=60)
+    assert answer.stdout == "[0, 7, 1, 137] False\n"
+    first, *trace = answer.stderr.splitlines()
+    assert first == "error: no such thing; make it"
+    assert (trace[0], trace[-1]) == ("Traceback (most recent call last):", "ValueError: a defect")
+
+
 def test_what_is_wrong_is_said_once_before_any_rank_is_started(tmp_path: Path) -> None:
     devices = ["--target-gpus", "cpu:0", "--drafter-gpus", "cpu:1"]
     command = [sys.executable, "-m", "trainer", "--target-model", str(tmp_path), "--data-dir", "x", *devices]
