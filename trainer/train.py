@@ -73,8 +73,8 @@ def run(settings: Settings, monitor: Monitor) -> int:
             return _train(settings, monitor, world, device)
         finally:
             world.close()
-    except PeerLost as lost:
-        say(f"another process of this run is gone ({lost})")
+    except PeerLost:
+        say("another process of this run is gone")
         return LOST
 
 
@@ -407,7 +407,7 @@ class Trainer:
         if not self.world.main or not self.state.step:
             return
         if self.saving.saved is None or self.saving.saved.state.step < self.state.step:
-            say("another process of this run is gone: saving what has been learnt")
+            say("saving what has been learnt, since another process of this run is gone")
             self.saving.save()
 
     def _save_by_itself(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from trainer.roles import Rank
 # A checkpoint or an evaluation of rank 0 may take as long as it takes. Who died is told by a closed
 # connection, who hangs by --stall-timeout.
 PATIENCE = datetime.timedelta(days=365)
+
+
+_LOST = re.compile(r"connection|socket|broken pipe|peer", re.IGNORECASE)
 
 
 class PeerLost(Exception):
@@ -167,8 +171,14 @@ class World:
 
 @contextlib.contextmanager
 def peers() -> Iterator[None]:
-    """torch.distributed raises RuntimeError for whatever happens to a connection."""
+    """Raises PeerLost for what torch.distributed says of a connection that has ended: gloo a RuntimeError in
+    words of its own, NCCL one of torch's.
+    """
     try:
         yield
+    except (dist.DistNetworkError, dist.DistBackendError):
+        raise PeerLost from None
     except RuntimeError as error:
-        raise PeerLost(" ".join(str(error).split())[:200]) from None
+        if _LOST.search(str(error)) is None:
+            raise
+        raise PeerLost from None

@@ -219,7 +219,7 @@ def test_when_another_process_is_lost_rank_0_keeps_what_was_learnt(
         codes = ranks.wait(60)
     assert codes[lost] == -signal.SIGKILL
     assert set(codes[:lost] + codes[lost + 1 :]) == {1}
-    assert "another process of this run is gone: saving what has been learnt" in ranks.said()
+    assert "saving what has been learnt, since another process of this run is gone" in ranks.said()
     saved = json.loads((tmp_path / "out" / "run" / "latest" / "state.json").read_text())
     last = max(losses(tmp_path, "run"))
     assert saved["step"] in (last, last + 1)  # the line of a step comes after it
