@@ -17,7 +17,7 @@ from typing import Any
 from trainer import config, ranks, roles, sinks
 from trainer.errors import InputError, to_the_end
 from trainer.monitor import Monitor, say
-from trainer.status import RUN_DIR_VARIABLE
+from trainer.status import RANK_VARIABLE, RUN_DIR_VARIABLE
 
 # Idle OpenMP threads sleep instead of spinning. On a machine that others use too, a spinning pair took six
 # times as long for the same steps. It must be set before torch is imported.
@@ -187,4 +187,4 @@ if __name__ == "__main__":
     # USR1 prints every thread's stack, even if Python's lock is held for ever; launch asks for it.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save yet: no traceback either
-    sys.exit(to_the_end(main))
+    sys.exit(to_the_end(main) if RANK_VARIABLE not in os.environ else ranks.leave(main))

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from trainer import ending, output
 from trainer.asked import Dump
@@ -168,6 +169,25 @@ def _end_with(parent: int) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(128 + signal.SIGKILL)
+
+
+def leave(command: Callable[[], int]) -> NoReturn:
+    """End this process, a rank, with the exit code of `command`; a traceback is 1.
+
+    At once: a thread that waits inside torch.distributed cannot be ended, and where Python ends as it usually
+    does such a thread makes it abort.
+    """
+    code = 1
+    try:
+        code = to_the_end(command)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else code
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def launch(
