@@ -145,6 +145,8 @@ FLAGS: dict[str, Flag] = {
     "threads": Flag("int", low=1, high=1024),
     "require-fast-kernels": _SWITCH,
     "dtype": Flag("text", choices=("float32", "bfloat16")),
+    "drafter-dtype": Flag("text", choices=("auto", "float32", "bfloat16")),
+    "recompute": _SWITCH,
     "device": Flag("text", pattern=r"auto|cpu|cuda(:\d+)?", described="auto, cpu, cuda or cuda:N"),
     "target-gpus": Flag("devices"),
     "drafter-gpus": Flag("devices"),

@@ -55,8 +55,15 @@ def two_part_attention(
 
     query [N, B, G, R, d] for G key heads, each shared by R query heads; key and value of the blocks
     [N, B, G, d]; of the context [rows, C, G, d] with C ≥ `blocks.context_length`. Returns [N, B, G, R, d].
-    Scores are scaled by 1/√d.
+    Scores are scaled by 1/√d. In bfloat16 they, and what is kept, are float32: a score's rounding would be in
+    the exponent of its probability.
     """
+    if query.dtype == torch.bfloat16:
+        own, context = (
+            (query.float(), key.float(), value.float()),
+            (context_key.float(), context_value.float()),
+        )
+        return two_part_attention(*own, *context, blocks).to(query.dtype)
     slots, size, groups, shared, width = query.shape
     mixed = _TwoPartAttention.apply(
         query.permute(QUERIES).reshape(groups, slots, shared * size, width),

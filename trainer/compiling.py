@@ -14,20 +14,23 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from trainer.attention import Attend, two_part_attention
 from trainer.blocks import Blocks
 from trainer.config import Settings
-from trainer.drafter import Drafter
+from trainer.drafter import Drafter, run_layer
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 
 Run = Callable[[Tensor, Blocks, Tensor, Tensor], Tensor]
+RunLayer = Callable[..., tuple[Tensor, Tensor]]  # called as run_layer
 
 BACKEND = "inductor"
 # Modules of this package whose change makes other kernels.
@@ -70,10 +73,17 @@ def cache_directory(cache: Path, of: dict[str, Any], *, fresh: bool = False) -> 
     return place
 
 
+def twice(each: RunLayer) -> RunLayer:
+    """`each`, of which a layer's input alone is kept; the way back computes the layer once more, to the same
+    bits.
+    """
+    return partial(checkpoint, each, use_reentrant=False, preserve_rng_state=False)
+
+
 class Drafting:
     """The drafter as training runs it: from (embeddings [N, B, H], blocks, taps [b, C, K·H], rows [M]) to the
     hidden states [M, H] of the slots `rows`, compiled or not, with the execution of attention that the device
-    has.
+    has. What comes in is turned into the type that --drafter-dtype asks for, and so is what comes out.
 
     Compiled, at the first call, sizes that change become variables after their first change, so that the few
     shapes of training do not each compile anew.
@@ -84,6 +94,8 @@ class Drafting:
     ) -> None:
         self._drafter = drafter
         self._choice = settings.compile
+        self.recompute = settings.recompute
+        self.dtype: torch.dtype = getattr(torch, settings.drafter_type(on_gpu=device.type == "cuda"))
         self._report = report
         self.compiled = wanted(settings.compile, device)
         self.cache: Path | None = None
@@ -96,14 +108,17 @@ class Drafting:
 
             c = drafter.config
             shared = c.num_attention_heads // c.num_key_value_heads
-            self._attend = flex.choose(device, c.num_key_value_heads, shared, c.head_dim, report)
-        self._run = self._compiled() if self.compiled else self._plain(self._attend)
+            self._attend = flex.choose(device, c.num_key_value_heads, shared, c.head_dim, report, self.dtype)
+        self._run = self._compiled() if self.compiled else self._plain()
 
-    def _plain(self, attend: Attend) -> Run:
+    def _plain(self) -> Run:
+        return self._draft(self._attend, twice(run_layer) if self.recompute else run_layer)
+
+    def _draft(self, attend: Attend, each: RunLayer) -> Run:
         drafter = self._drafter
 
         def draft(embeddings: Tensor, blocks: Blocks, taps: Tensor, rows: Tensor) -> Tensor:
-            return drafter(embeddings, blocks, drafter.fuse(taps), attend, rows)
+            return drafter(embeddings, blocks, drafter.fuse(taps), attend, rows, each)
 
         return draft
 
@@ -113,10 +128,13 @@ class Drafting:
         own = self._attend is two_part_attention
         attend = torch.compiler.disable(self._attend, recursive=own)
         torch._dynamo.config.recompile_limit = 64  # beyond it torch would go on uncompiled without a word
-        return torch.compile(self._plain(attend), backend=BACKEND)
+        each = run_layer
+        if self.recompute:  # a graph is not broken inside of what is computed twice, so that is one by itself
+            each = torch.compiler.disable(twice(torch.compile(run_layer, backend=BACKEND)))
+        return torch.compile(self._draft(attend, each), backend=BACKEND)
 
     def __call__(self, embeddings: Tensor, blocks: Blocks, taps: Tensor, rows: Tensor) -> Tensor:
-        return self._run(embeddings, blocks, taps, rows)
+        return self._run(embeddings.to(self.dtype), blocks, taps.to(self.dtype), rows)
 
     def give_up(self, error: Exception) -> None:
         """Go on uncompiled if `error` is of compiling and that was not asked for; else raise."""
@@ -126,7 +144,7 @@ class Drafting:
         if self._choice == "on":
             raise InputError(f"--compile on: it does not work here ({why}); give --compile off") from None
         self._report(f"warning: torch.compile does not work here ({why}), so the drafter runs uncompiled")
-        self.compiled, self._run = False, self._plain(self._attend)
+        self.compiled, self._run = False, self._plain()
 
 
 def why_failed(error: BaseException) -> str | None:

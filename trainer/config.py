@@ -44,12 +44,17 @@ FIXED = "fixed"  # what was learnt cannot be gone on with; refused
 SHAPE = "shape"  # the same, judged by the drafter that comes out
 
 
-def flag(default: Any, kind: Kind, help: str, *, learns: bool = False, resume: str = "") -> Any:
+def flag(
+    default: Any, kind: Kind, help: str, *, learns: bool = False, resume: str = "", before: Any = None
+) -> Any:
     """A field of `Settings`. `learns`: it decides what is learnt, and is kept in checkpoints. `resume`: one
-    of the words above; without one, TOLD for what learns and FREE for the rest.
+    of the words above; without one, TOLD for what learns and FREE for the rest. `before`: what checkpoints
+    that do not know it were trained with, if that is not the default.
     """
     resume = resume or (TOLD if learns else FREE)
-    return field(default=default, metadata={"kind": kind, "help": help, "learns": learns, "resume": resume})
+    before = default if before is None else before
+    about = {"kind": kind, "help": help, "learns": learns, "resume": resume, "before": before}
+    return field(default=default, metadata=about)
 
 
 def _cache() -> str:
@@ -168,6 +173,16 @@ class Settings:
     cache_features: bool = flag(False, SWITCH, "compute the target's features once and keep them in memory")
     threads: int | None = flag(None, integer(1, 1024), "CPU threads (default: all)")
     dtype: str = flag("float32", one_of("float32", "bfloat16"), "of the target", learns=True)
+    drafter_dtype: str = flag(
+        "auto",
+        one_of("auto", "float32", "bfloat16"),
+        "of its products and what it keeps for them; its weights are float32 (auto: bfloat16 on a GPU)",
+        learns=True,
+        before="float32",
+    )
+    recompute: bool = flag(
+        False, SWITCH, "keep a layer's input alone and compute it twice: less memory, more time"
+    )
     require_fast_kernels: bool = flag(False, SWITCH, "refuse PyTorch's slow code for recurrent layers")
     device: str = flag("auto", DEVICE, "where to compute (auto: a GPU if there is one)")
     target_gpus: tuple[str, ...] | None = flag(
@@ -192,6 +207,14 @@ class Settings:
         if self.target_layer_ids is not None:
             value["target_layer_ids"] = list(self.target_layer_ids)
         return value
+
+    def drafter_type(self, *, on_gpu: bool) -> str:
+        """--drafter-dtype, "auto" resolved: on GPUs everybody trains in bfloat16, with weights in float32;
+        a CPU gains little by it.
+        """
+        if self.drafter_dtype != "auto":
+            return self.drafter_dtype
+        return "bfloat16" if on_gpu else "float32"
 
     @property
     def decay(self) -> float:

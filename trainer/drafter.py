@@ -25,6 +25,21 @@ from trainer.elementwise import Rotation, add_norm, gated, norm_rotate
 from trainer.errors import InputError
 
 
+class Linear(nn.Linear):
+    """Multiplies in the type of its input, whatever type its weight, the master, has."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Matrices over one another in the type of a product, [Σ outputs, inputs]."""
+    return torch.cat([weight.to(dtype) for weight in weights])
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -37,11 +52,11 @@ class RMSNorm(nn.Module):
 
 
 def rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """Rotary angles of `positions` [...]; computed in float32 at least, whatever the model's type."""
+    """Rotary angles of `positions` [...], in float32 at least, whatever the model's type."""
     precise = torch.promote_types(dtype, torch.float32)
     steps = torch.arange(0, width, 2, dtype=precise, device=positions.device)
     angles = positions[..., None, None].to(precise) * theta ** (-steps / width)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
@@ -53,17 +68,17 @@ class Attention(nn.Module):
         self.width = config.head_dim
         self.groups = config.num_key_value_heads
         inner, shared = config.num_attention_heads * self.width, self.groups * self.width
-        self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, shared, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, shared, bias=False)
-        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, inner)
+        self.k_proj = Linear(config.hidden_size, shared)
+        self.v_proj = Linear(config.hidden_size, shared)
+        self.o_proj = Linear(inner, config.hidden_size)
         self.q_norm = RMSNorm(self.width, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.width, config.rms_norm_eps)
 
     def project(self, x: Tensor, by: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """[..., H] -> queries [..., G, R, d], keys and values [..., G, d]; one product for the three."""
         weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
-        parts = F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
+        parts = F.linear(x, joined(weights, x.dtype)).split([len(weight) for weight in weights], dim=-1)
         heads = [part.unflatten(-1, (self.groups, -1, self.width)) for part in parts]
         queries, keys, values = heads[0], heads[1].squeeze(-2), heads[2].squeeze(-2)
         cos, sin = by
@@ -81,12 +96,13 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight]))))
+        weights = [self.gate_proj.weight, self.up_proj.weight]
+        return self.down_proj(gated(F.linear(x, joined(weights, x.dtype))))
 
 
 class Layer(nn.Module):
@@ -117,6 +133,11 @@ class Layer(nn.Module):
             x, mixed = (t.flatten(0, -2).index_select(0, rows) for t in (x, mixed))
         x, h = self.post_attention_layernorm(x, self.self_attn.o_proj(mixed))
         return x, self.mlp(h)
+
+
+def run_layer(layer: Layer, *given: Any) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = layer(*given)
+    return result
 
 
 class ContextCache:
@@ -158,7 +179,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         taps = len(config.target_layer_ids)
-        self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(taps * config.hidden_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -182,7 +203,8 @@ class Drafter(nn.Module):
         One product for all layers, since the context is the same for all.
         """
         attentions = [layer.self_attn for layer in self._layers()]
-        weights = torch.cat([w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)])
+        matrices = [w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)]
+        weights = joined(matrices, context.dtype)
         shape = (len(attentions), 2, self.config.num_key_value_heads, self.config.head_dim)
         keys, values = F.linear(context, weights).unflatten(-1, shape).unbind(-3)  # [..., C, layers, G, d]
         norms = torch.stack([a.k_norm.weight for a in attentions])[:, None]
@@ -204,6 +226,7 @@ class Drafter(nn.Module):
         context: Tensor,
         attend: Attend = two_part_attention,
         rows: Tensor | None = None,
+        each: Callable[..., tuple[Tensor, Tensor]] = run_layer,
     ) -> Tensor:
         """Training: all blocks of a micro-batch at once.
 
@@ -211,6 +234,9 @@ class Drafter(nn.Module):
         least `blocks.context_length`. Returns the normed hidden states [N, B, H]; times the target's output
         head they are logits. With `rows` [M], indices into N·B, only those of these slots, [M, H]: what no
         later layer needs of the others is not computed.
+
+        Products are in the type of block_embeddings and context, which must be the same. `each` runs a layer,
+        called as `run_layer`.
         """
         assert blocks.window == self.config.sliding_window, "the blocks were cut for another sliding window"
         context = context[:, : blocks.context_length]
@@ -220,7 +246,7 @@ class Drafter(nn.Module):
         last = len(every) - 1
         for i, (layer, (keys, values)) in enumerate(zip(self._layers(), every, strict=True)):
             mix = partial(attend, context_key=keys, context_value=values, blocks=blocks)
-            x, update = layer(x, update, by, mix, rows if i == last else None)
+            x, update = each(layer, x, update, by, mix, rows if i == last else None)
         return self.norm(x, update)[1]
 
     def new_cache(self) -> ContextCache:

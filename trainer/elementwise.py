@@ -4,6 +4,9 @@ Autograd keeps, and walks back through, every intermediate of `x · rsqrt(mean x
 a CPU nothing fuses them. Each function here is one node: it keeps what its gradient needs and computes that
 in a few passes. On other devices, where a compiler or a kernel fuses the plain formula, the plain formula it
 is. Everything works in float64, too, for the tests of gradients.
+
+In bfloat16 what is handed on and kept has that type; norms, rotations and their gradients are computed in
+float32, in which their weights and the rotary angles are.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tu
     if _closed_form(x):
         return _AddNorm.apply(x, update, weight, eps)
     total = x if update is None else x + update
-    return total, F.rms_norm(total, (total.shape[-1],), weight, eps)
+    return total, F.rms_norm(_wide(total), (total.shape[-1],), weight, eps).to(x.dtype)
 
 
 def norm_rotate(
@@ -39,8 +42,8 @@ def norm_rotate(
     """
     if _closed_form(x):
         return _NormRotate.apply(x, weight, *by, eps, order or range(x.dim()))
-    normed = F.rms_norm(x, (x.shape[-1],), None, eps) * weight
-    return normed * by[0] + _swapped(normed) * by[1]
+    normed = F.rms_norm(_wide(x), (x.shape[-1],), None, eps) * weight
+    return (normed * by[0] + _swapped(normed) * by[1]).to(x.dtype)
 
 
 def gated(x: Tensor) -> Tensor:
@@ -55,9 +58,15 @@ def _closed_form(x: Tensor) -> bool:
     return x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
+def _wide(x: Tensor) -> Tensor:
+    """x in float32, unless it has a wider type."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _inverse_size(x: Tensor, eps: float) -> Tensor:
-    """1 / root mean square of the last dimension, which stays as 1."""
-    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    """1 / root mean square of the last dimension, which stays as 1; in float32 at least."""
+    precise = torch.promote_types(x.dtype, torch.float32)
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise)
     return size.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
@@ -87,7 +96,7 @@ class _AddNorm(Function):
         inverse = _inverse_size(total, eps)
         ctx.save_for_backward(total, inverse, weight)
         ctx.set_materialize_grads(False)
-        normed = (total * inverse).mul_(weight)
+        normed = (total * inverse).mul_(weight).to(total.dtype)
         return (total.view_as(total) if update is None else total), normed
 
     @staticmethod
@@ -99,6 +108,7 @@ class _AddNorm(Function):
             wanted = any(ctx.needs_input_grad[:2])
             d_x, d_weight = _norm_backward(d_normed, total, inverse, weight, wanted)
             d_total = d_x if d_total is None or d_x is None else d_x.add_(d_total)
+            d_total = None if d_total is None else d_total.to(total.dtype)
         return d_total, (d_total if ctx.needs_input_grad[1] else None), d_weight, None
 
 
@@ -110,16 +120,17 @@ class _NormRotate(Function):
         inverse = _inverse_size(x, eps)
         ctx.save_for_backward(x, inverse, weight, cos, sin)
         back = sorted(range(x.dim()), key=lambda i: order[i])
-        out = x.new_empty([x.shape[i] for i in order]).permute(back)
         normed = (x * inverse).mul_(weight)
-        return torch.mul(normed, cos, out=out).addcmul_(_swapped(normed), sin)
+        out = normed.new_empty([x.shape[i] for i in order]).permute(back)
+        return torch.mul(normed, cos, out=out).addcmul_(_swapped(normed), sin).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, inverse, weight, cos, sin = ctx.saved_tensors
         (d,) = gradients
         d = (d * cos).addcmul_(_swapped(d), sin, value=-1)  # turned back
-        return *_norm_backward(d, x, inverse, weight), None, None, None, None
+        d_x, d_weight = _norm_backward(d, x, inverse, weight)
+        return d_x if d_x is None else d_x.to(x.dtype), d_weight, None, None, None, None
 
 
 class _Gated(Function):

@@ -100,20 +100,17 @@ def estimate(settings: Settings, config: DrafterConfig, target: SimpleNamespace,
     )
     work = {
         "target": 2.0 * used * positions + 2.0 * heads * target.num_hidden_layers * positions * s.max_seq_len,
-        "blocks": 6.0 * block * slots,
+        "blocks": (8.0 if s.recompute else 6.0) * block * slots,
         "vocabulary": 2.0 * (3 if soft else 2) * config.vocab_size * width * rows,
         "context": 6.0 * positions * (taps * width * width + layers * 2 * shared * width),
-        "attention": 12.0 * layers * queries * slots * seen,
+        "attention": (16.0 if s.recompute else 12.0) * layers * queries * slots * seen,
     }
     size = BYTES[s.dtype]
     own = drafter_parameters(config)
     on_cpu = not device.on_gpu(roles.of(s).drafters[0])
     muon = s.optimizer == "muon"  # one moment of matrices instead of two
-    features = positions * taps * width * size
-    # What a layer keeps for the way back, in float32.
-    activations = slots * layers * (8 * width + 4 * config.intermediate_size + 4 * queries + 4 * shared) * 4
-    if on_cpu:  # probabilities, too; blocks that are computed together see as far as the last of them
-        activations += layers * config.num_attention_heads * slots * (3 * seen // 2) * 4
+    kind = s.drafter_type(on_gpu=not on_cpu)
+    features = positions * taps * width
     chunk = (s.loss_chunk_mb or (64 if on_cpu else 1024)) * MIB
     head = config.vocab_size * width * size
     cached = tokens * taps * width * size if s.cache_features else 0
@@ -124,19 +121,50 @@ def estimate(settings: Settings, config: DrafterConfig, target: SimpleNamespace,
         target_memory={
             "weights": whole * size,
             "a layer's activations": positions * (4 * width + 3 * target.intermediate_size) * size,
-            "features": features + cached,
+            "features": features * size + cached,
         },
         drafter_memory={
             "drafter, gradients, optimiser": own * (4 + 4 + (4 if muon else 8)),
-            "features": features if s.dtype == "float32" else features + positions * taps * width * 4,
-            "context": positions * (3 * width + 4 * layers * shared) * 4,
-            "activations": activations,
+            "features": features * (size + BYTES[kind] * (kind != s.dtype)),
+            **_pass(s, config, BYTES[kind], on_cpu=on_cpu, positions=positions, slots=slots, seen=seen),
             "logits": chunk,
+            "output head in bfloat16": config.vocab_size * width * 2 * (kind == "bfloat16" != s.dtype),
             "embedding and output head": head * (1 if getattr(target, "tie_word_embeddings", False) else 2),
         },
         drafter_parameters=own,
         target_parameters=whole,
     )
+
+
+def _pass(
+    s: Settings, config: DrafterConfig, size: int, *, on_cpu: bool, positions: int, slots: int, seen: int
+) -> dict[str, int]:
+    """Bytes that the drafter keeps for the way back, and those of a moment on it; `size`: of a number in its
+    products.
+    """
+    width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    queries = config.num_attention_heads * config.head_dim
+    shared = config.num_key_value_heads * config.head_dim
+    cast = size != 4
+    layer = slots * size * (4 * width + 4 * inner + 2 * queries + 2 * shared)
+    context = positions * size * (2 * width + 3 * layers * shared)
+    if on_cpu:  # attention by hand: in float32, with its probabilities; a tile sees as far as its last block
+        probabilities = config.num_attention_heads * (3 * (seen - s.block_size) // 2 + 2 * s.block_size)
+        layer += slots * 4 * (queries + 2 * shared + probabilities)
+        context += positions * 4 * 2 * layers * shared * cast
+    else:  # flex_attention: keys and values of context and blocks side by side, and its result
+        layer += slots * size * (2 * queries + 2 * shared)
+        context += positions * size * 2 * layers * shared
+    # Matrices that are one in their product, and those that have not the type of their master.
+    weights = size * width * (queries + 2 * shared + 2 * inner + (queries + inner) * cast)
+    of_context = size * width * (2 * layers * shared + len(config.target_layer_ids) * width * cast)
+    inputs = layers * slots * size * 2 * width
+    return {
+        "context": context,
+        "activations": inputs + layer if s.recompute else layers * layer,
+        "their gradients": max(slots * size * 3 * inner, 2 * width * inner * (size + 4)),
+        "weights of products": weights * (1 if s.recompute else layers) + of_context,
+    }
 
 
 def lines(settings: Settings, found: Estimate, tokens: int) -> list[str]:

@@ -23,12 +23,17 @@ TILE = 128  # query slots and keys that the kernel takes together
 
 
 def choose(
-    device: torch.device, groups: int, shared: int, width: int, report: Callable[[str], None]
+    device: torch.device,
+    groups: int,
+    shared: int,
+    width: int,
+    report: Callable[[str], None],
+    dtype: torch.dtype = torch.float32,
 ) -> Attend:
     """The execution for `device`: flex_attention on a GPU where it works, else two-part attention.
 
-    Whether it works is tried with heads of this kind, forwards and backwards: a GPU may lack the shared
-    memory, an installation the compiler.
+    Whether it works is tried with heads of this kind and type, forwards and backwards: a GPU may lack the
+    shared memory, an installation the compiler.
     """
     if device.type != "cuda":
         return two_part_attention
@@ -40,7 +45,9 @@ def choose(
             *[(2, 16, groups, width)] * 2,
             *[(1, TILE, groups, width)] * 2,
         ]
-        q, k, v, ck, cv = (torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
+        q, k, v, ck, cv = (
+            torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes
+        )
         flex(q, k, v, ck, cv, blocks).sum().backward()
     except Exception as error:  # whatever the compiler, the driver or the kernel found wrong
         why = " ".join(str(error).split())[:200]

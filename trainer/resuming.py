@@ -57,7 +57,7 @@ def refusal(found: Found, shape: DrafterConfig, wanted: DrafterConfig, ours: dic
             "use the same settings, or --resume never to start at step 0"
         )
     for name in _of_kind(FIXED):
-        if (kind := theirs.get(name, FIELDS[name].default)) != ours[name]:
+        if (kind := theirs.get(name, FIELDS[name].metadata["before"])) != ours[name]:
             return (
                 f"--resume auto: {found.path} was trained with --{name.replace('_', '-')} {kind}; "
                 "use the same, or --resume never to start at step 0"
@@ -78,10 +78,10 @@ def of_another_name(found: Found, run_id: str) -> str | None:
 
 def changed(found: Found, ours: dict[str, Any]) -> list[str]:
     """Names of the settings that decide what is learnt and are not what they were. One that the checkpoint
-    does not know had the value that is the default now.
+    does not know had the value of before it was there: mostly the default.
     """
     theirs = found.state.settings
-    default = {name: FIELDS[name].default for name in ours if name in FIELDS}
+    default = {name: FIELDS[name].metadata["before"] for name in ours if name in FIELDS}
     return [key for key in ours if theirs.get(key, default.get(key)) != ours[key]]
 
 

@@ -8,6 +8,7 @@ of them and keeps the books.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import secrets
 import time
@@ -96,15 +97,18 @@ class Trainer:
         device: torch.device | None = None,
     ) -> None:
         """Without a `world` it is a run of one process."""
-        self.settings = settings
         self.monitor = monitor
         self.world = world = world or World(roles.of(settings).ranks[:1], 0)
         self.device = device = device or choose_device(world.rank.device)
+        on_gpu = device.type == "cuda"
+        self.settings = settings = dataclasses.replace(
+            settings, drafter_dtype=settings.drafter_type(on_gpu=on_gpu)
+        )
         self.output = Path(settings.output_dir)
         self.stop = StopSignal()
         self.logged = 0.0  # when the last log line was
         self.records = Records()
-        self.clock = gpu.GpuClock() if device.type == "cuda" else HostClock()
+        self.clock = gpu.GpuClock() if on_gpu else HostClock()
 
         alone = world.rank.role == "drafter"  # the target is elsewhere
         loaded = load(settings, monitor, [device], ends=alone)
@@ -117,8 +121,9 @@ class Trainer:
         self.drafter.to(self.device)
         self.draft = compiling.Drafting(self.drafter, settings, self.device, say)
         self.optimizer = Optimizer(self.drafter, settings.weight_decay, settings.optimizer)
+        head = self.target.lm_head
         self.objective = Objective(
-            self.target.lm_head,
+            head.to(self.draft.dtype) if self.draft.dtype == torch.bfloat16 else head,
             settings.loss_chunk_mb and settings.loss_chunk_mb << 20,
             terms=Terms(*settings.soft_labels, settings.cap_lambda),
             dpace=settings.dpace,
@@ -320,7 +325,7 @@ class Trainer:
                 taps = self.noise.add(taps, batch.spans, epoch, strength)
             embeddings = self.target.embed(batch.block_ids)
         with interval.part("forward"):
-            rows = self.draft(embeddings.float(), batch.blocks, taps.float(), batch.rows)
+            rows = self.draft(embeddings, batch.blocks, taps, batch.rows)
         labels, weights = batch.labels.flatten()[batch.rows], batch.weights.flatten()[batch.rows]
         with interval.part("objective"):
             teacher = None

@@ -76,12 +76,12 @@ def rehearse(
     if drafting.compiled:
         monitor.phase("compiling", f"cache {drafting.cache}")
     try:
-        said = _try_out(reader, device, drafter, gradient, monitor)
+        said = _try_out(reader, device, drafter, drafting, gradient, monitor)
     except InputError:
         raise
     except Exception as error:
         drafting.give_up(error)
-        said = _try_out(reader, device, drafter, gradient, monitor)
+        said = _try_out(reader, device, drafter, drafting, gradient, monitor)
     if drafting.compiled:
         pieces, seconds = compilations.new(), time.monotonic() - began
         say(f"compiled {pieces} pieces of code in {seconds:.0f} s, kept in {drafting.cache}")
@@ -92,13 +92,14 @@ def _try_out(
     reader: Reader,
     device: torch.device,
     drafter: nn.Module,
+    drafting: Drafting,
     gradient: Callable[[Batch], object],
     monitor: Monitor,
 ) -> str:
     tried = ""
     for batch in worst_batches(reader):
         try:
-            with refused(batch, device, monitor):
+            with refused(batch, device, monitor, recompute=drafting.recompute):
                 gradient(batch.to(device))
                 tried = described(batch)
         finally:
@@ -109,17 +110,22 @@ def _try_out(
 
 
 @contextlib.contextmanager
-def refused(batch: Batch, device: torch.device, monitor: Monitor) -> Iterator[None]:
-    """Raises InputError if what is done with the largest micro-batch `batch` does not fit into memory."""
+def refused(
+    batch: Batch, device: torch.device, monitor: Monitor, *, recompute: bool = True
+) -> Iterator[None]:
+    """Raises InputError if what is done with the largest micro-batch `batch` does not fit into memory;
+    `recompute`: --recompute is given, or would not help.
+    """
     try:
         yield
     except Exception as error:
         if not out_of_memory(error):
             raise
         peak = monitor.memory()["peak"] / 1e9
+        first = "" if recompute else "give --recompute, or "
         raise InputError(
             f"the largest micro-batch, {described(batch)}, does not fit into the memory of {device} "
-            f"({peak:,.1f} GB at most so far); lower --token-budget or --max-anchors"
+            f"({peak:,.1f} GB at most so far); {first}lower --token-budget or --max-anchors"
         ) from None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer import config
+from trainer import config, decode, export
 from trainer.__main__ import main
 from trainer.data import Batch, write_completions
 from trainer.errors import InputError
@@ -106,7 +106,7 @@ def test_memory_that_is_too_small_shows_before_the_first_step_in_one_sentence(
     out, err = capsys.readouterr()
     assert err.count("\n") == 1
     assert "the largest micro-batch, 4 × 64 positions with 24 blocks of 4, does not fit" in err
-    assert "GB at most so far); lower --token-budget or --max-anchors" in err
+    assert "GB at most so far); give --recompute, or lower --token-budget or --max-anchors" in err
     assert "step 1" not in out
 
 
@@ -234,13 +234,14 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("lean", [{}, {"drafter_dtype": "bfloat16", "recompute": True}])
 def test_no_step_makes_the_host_wait_for_a_gpu(
-    made: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+    made: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, lean: dict[str, object]
 ) -> None:
     """But for the target's own pass (transformers looks at the positions of its input, once), and for the
     look at lost steps, which a CPU has in each step and a GPU now and then.
     """
-    trainer = made(noise_start=0.1, grad_accum=2, use_soft_labels=True, cap_lambda=0.1)
+    trainer = made(noise_start=0.1, grad_accum=2, use_soft_labels=True, cap_lambda=0.1, **lean)
     batches = [trainer.reader.batch(number) for number in range(2)]
     features = {id(batch): trainer.features(None, batch) for batch in batches}
     monkeypatch.setattr(trainer.ahead, "batch", lambda number: batches[number])
@@ -254,6 +255,61 @@ def test_no_step_makes_the_host_wait_for_a_gpu(
     with Waits() as waits:  # that it would be noticed
         float(torch.ones(()))
     assert waits.seen == ["_local_scalar_dense"]
+
+
+# -- less memory -------------------------------------------------------------------------------------------
+
+
+def losses(trainer: Trainer, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        trainer._step(Interval())
+        found.append(trainer.tally.read()["loss"])
+    return found
+
+
+def test_in_bfloat16_the_loss_falls_as_in_float32(
+    model: tuple[Path, Path], made: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    text = (np.arange(64) % 30).astype(np.int32)  # can be foreseen
+    documents = [(text[i : i + 34], np.ones(34, np.uint8)) for i in range(24)]
+    about = {"tokenizer": tokenizer_digest(model[0]), "target": "tiny"}
+    write_completions(tmp_path / "counting", documents, about)
+    trainers = [
+        made(data_dir=tmp_path / "counting", init_from_target=True, epochs=20, drafter_dtype=kind)
+        for kind in (None, "bfloat16")
+    ]
+    wide, narrow = (losses(trainer, 30) for trainer in trainers)
+    assert wide[0] - wide[-1] > 0.2
+    assert wide != narrow
+    assert narrow == pytest.approx(wide, rel=1e-2)  # 0.003 at most when it was written
+    learnt = [torch.cat([p.detach().flatten() for p in t.drafter.parameters()]) for t in trainers]
+    assert {p.dtype for p in trainers[1].drafter.parameters()} == {torch.float32}
+    assert {m.dtype for m in trainers[1].optimizer.state().values()} == {torch.float32}
+    assert float((learnt[0] - learnt[1]).norm() / learnt[0].norm()) < 0.2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_computed_twice_trains_to_the_same_bits(made: Callable[..., Trainer], dtype: str) -> None:
+    plain, twice = (made(drafter_dtype=dtype, recompute=recompute or None) for recompute in (False, True))
+    assert losses(plain, 3) == losses(twice, 3)
+    pairs = zip(plain.drafter.parameters(), twice.drafter.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_checkpoint_of_a_training_in_bfloat16_is_one_like_any_other(
+    model: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lean: dict[str, object] = {"drafter_dtype": "bfloat16", "recompute": True, "max_steps": 2}
+    assert main(tiny.flags(*model, tmp_path / "out", **lean)) == 0
+    place = tmp_path / "out" / "latest"
+    saved = load_file(place / "drafter.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    assert any(bool((value != value.bfloat16()).any()) for value in saved.values())  # nothing was rounded
+    assert state(tmp_path / "out")["settings"]["drafter_dtype"] == "bfloat16"
+    assert decode.load_drafter(place).fc.weight.dtype == torch.float32
+    assert export.main([str(place), "--to", str(tmp_path / "export"), "--target-model", str(model[0])]) == 0
+    assert "read back by an independent loader: " in capsys.readouterr().out
 
 
 # -- a resume with other settings --------------------------------------------------------------------------

@@ -118,3 +118,14 @@ def test_a_toy_of_another_recipe_supersedes_what_was_trained_for_the_one_before(
     store(tmp_path)
     given = settings(tmp_path, num_taps=3)
     resuming.check(given, dataclasses.replace(drafter(given), num_target_layers=9))
+
+
+def test_a_checkpoint_from_before_the_flag_was_trained_in_float32(tmp_path: Path) -> None:
+    ours = {**settings(tmp_path).learning(), "drafter_dtype": "float32"}
+    state = checkpoint.State(
+        step=7, micro_batch=7, epoch=0, total=9, run_id="0001-x",
+        settings={name: value for name, value in ours.items() if name != "drafter_dtype"},
+    )  # fmt: skip
+    found = checkpoint.Found(tmp_path, state)
+    assert resuming.changed(found, ours) == []
+    assert resuming.changed(found, {**ours, "drafter_dtype": "bfloat16"}) == ["drafter_dtype"]

@@ -64,6 +64,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
         (["--threads", "0"], "--threads '0' must be a whole number from 1 to 1024"),
         (["--seed", str(2**64)], f"--seed '{2**64}' must be a whole number from 0 to {2**63 - 1}"),
         (["--resume", "yes"], "--resume 'yes' must be auto or never"),
+        (["--drafter-dtype", "fp16"], "--drafter-dtype 'fp16' must be auto or float32 or bfloat16"),
         (["--dtype", "float16"], "--dtype 'float16' must be float32 or bfloat16"),
         (["--device", "gpu"], "--device 'gpu' must be auto, cpu, cuda or cuda:N"),
         (["--target-layer-ids", "1,x"], "--target-layer-ids '1,x' must be whole numbers separated by commas"),
@@ -176,6 +177,13 @@ def test_what_is_learnt_holds_the_values_that_the_defaults_stand_for() -> None:
     learning = Settings(use_soft_labels=True, loss_type="dpace").learning()
     assert (learning["kl_weight"], learning["kl_temperature"], learning["dpace_alpha"]) == (0.15, 2.0, 0.5)
     assert Settings().learning()["kl_weight"] is None  # a checkpoint that is older than the flag has none
+
+
+def test_the_drafter_trains_in_bfloat16_on_a_gpu_and_in_float32_on_a_cpu_unless_told_otherwise() -> None:
+    kinds = [parse([*GIVEN, *given]).settings for given in ([], ["--drafter-dtype", "bfloat16"])]
+    kinds.append(parse([*GIVEN, "--drafter-dtype", "float32"]).settings)
+    assert [one.drafter_type(on_gpu=True) for one in kinds] == ["bfloat16", "bfloat16", "float32"]
+    assert [one.drafter_type(on_gpu=False) for one in kinds] == ["float32", "bfloat16", "float32"]
 
 
 @pytest.fixture(scope="module")
@@ -532,8 +540,8 @@ def test_the_reference_recipe_is_that_command_line() -> None:
     by_hand = dataclasses.asdict(parse(CASE.split()).settings)
     places = ("target_model", "data_dir", "output_dir", "wandb_run_name")  # the deploy's
     differing = {name for name in by_file if by_file[name] != by_hand[name]} - set(places)
-    assert differing == {"dtype"}
-    assert by_file["dtype"] == "bfloat16"
+    assert differing == {"dtype", "drafter_dtype", "recompute"}
+    assert by_file["dtype"] == by_file["drafter_dtype"] == "bfloat16"
 
 
 def test_a_command_whose_reader_has_left_ends_without_a_traceback() -> None:
