@@ -5,6 +5,8 @@ Nothing of theirs is changed, but that they are handed the anchors instead of dr
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from _step_worker import (
     BETAS,
@@ -73,8 +75,9 @@ class Peer(Side):
         """In place of the peer's own drawing."""
         return self.anchors[None], torch.ones_like(self.anchors, dtype=torch.bool)[None]
 
+    @abstractmethod
     def loss(self) -> Tensor:
-        raise NotImplementedError
+        """Of the blocks at `anchors`."""
 
     def step(self, anchors: list[int]) -> tuple[float, float]:
         self.anchors = torch.tensor(anchors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ log = logging.getLogger(__name__)
 TIMEOUT = 300.0  # seconds for a file or a tree of them
 
 
-class RemoteFiles:
+class RemoteFiles(ABC):
     """The part of a Host that acts on files, made from its `run`."""
 
     name: str
     python: str
 
+    @abstractmethod
     def run(
         self,
         argv: Sequence[str],
@@ -31,7 +33,7 @@ class RemoteFiles:
         input: bytes | None = None,
         check: bool = True,
     ) -> Result:
-        raise NotImplementedError
+        """As `Host.run`."""
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644, parents: bool = False) -> None:
         log.debug("%s: write %s (%d bytes, mode %o)", self.name, path, len(data), mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy.inside import refusal
+from deploy.remote_files import RemoteFiles
 
 HERE = [("uid", "0"), ("pct", "1"), ("here", "pve1")]
 
@@ -45,3 +46,8 @@ def test_what_keeps_a_command_from_running_is_said_with_what_to_do(look, words, 
 
 def test_of_a_container_that_runs_nothing_is_claimed():
     assert refusal(200, "pve", [*HERE, ("on", "pve1"), ("lock", "backup"), ("state", "running")]) == ""
+
+
+def test_files_of_a_host_need_a_way_to_run_commands_there() -> None:
+    with pytest.raises(TypeError, match="run"):
+        RemoteFiles()  # type: ignore[abstract]
