@@ -15,22 +15,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainer import tensorfile
 from trainer.errors import InputError
+from trainer.files import flush, sha256
 from trainer.modeldir import check_safetensors
 from trainer.status import parse, read_json, write_json
 
 SCHEMA = 1
 TENSORS = ("drafter.safetensors", "optimizer.safetensors")
+_LOCK = ".lock"  # of an output directory
 _COMING = ".coming.json"  # what a checkpoint of the trainer in progress will be, before there is one
 _OLD = ".partial-old-"  # a checkpoint that made room for another one of its step
 
@@ -74,20 +75,11 @@ def output_directory(path: Path) -> Iterator[Path]:
 
     Raises InputError if it cannot be made or another live trainer holds it. Leftovers of saves that were
     killed are removed, which is safe because nobody else can be writing; a checkpoint that had made room for
-    another that never came is put back.
+    another that never came is put back. Where there was none before and no checkpoint comes, nothing is left.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / ".lock", "w")  # noqa: SIM115  held for as long as the caller works
-    except OSError as error:
-        raise InputError(f"--output-dir {path}: cannot be written ({error.strerror})") from None
+    new = [place for place in (path, *path.parents) if not os.path.exists(place)]
+    lock = _lock(path)
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"--output-dir {path}: another trainer is writing there; stop it, or choose another directory"
-            ) from None
         for old in path.glob(f"*/{_OLD}*"):
             _put_back(old)
         for leftover in path.glob("*/.partial-*"):
@@ -97,6 +89,34 @@ def output_directory(path: Path) -> Iterator[Path]:
         finally:
             with contextlib.suppress(OSError):
                 (path / _COMING).unlink()
+            if new and not directories(path):
+                with contextlib.suppress(OSError):
+                    (path / _LOCK).unlink()
+                    for place in new:
+                        place.rmdir()
+
+
+def _lock(path: Path) -> TextIO:
+    """The lock of an output directory, which is made; it is held until it is closed."""
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = open(path / _LOCK, "w")  # noqa: SIM115
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and os.path.isdir(path.parent) and not path.exists():
+                continue  # another trainer that was refused has removed it
+            raise InputError(f"--output-dir {path}: cannot be written ({error.strerror})") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise InputError(
+                f"--output-dir {path}: another trainer is writing there; stop it, or choose another directory"
+            ) from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path / _LOCK)):
+                return lock
+        lock.close()  # it was removed between our two looks
 
 
 def announce(output: Path, state: State, config: dict[str, Any]) -> None:
@@ -116,7 +136,7 @@ def announced(output: Path) -> tuple[Found, dict[str, Any]] | None:
         if not isinstance(value, dict) or not isinstance(config, dict):
             return None
         state: State = parse(State, value.get("state"), output / _COMING)
-        with open(output / ".lock") as lock:
+        with open(output / _LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return Found(output / state.run_id, state), config
@@ -161,7 +181,7 @@ def save(
         for name, tensors in zip(TENSORS, (drafter, optimizer), strict=True):
             tensorfile.write(partial / name, tensors)
         write_json(partial / "config.json", config)
-        state.digests = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
+        state.digests = {file.name: sha256(file) for file in sorted(partial.iterdir())}
         write_json(partial / "state.json", dataclasses.asdict(state))
         for file in partial.iterdir():
             flush(file)
@@ -269,16 +289,11 @@ def _damage(found: Found, verify: bool) -> str | None:
         if not isinstance(config, dict):
             return "config.json is missing or is not what was written there"
         for name, digest in found.state.digests.items() if verify else ():
-            if _sha256(path / Path(name).name) != digest:
+            if sha256(path / Path(name).name) != digest:
                 return f"{name} is not what was written there: its bytes have changed since"
     except (OSError, ValueError) as error:
         return f"it cannot be read ({error})"
     return None
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _retire(home: Path, keep: int, every: int | None) -> None:
@@ -297,12 +312,3 @@ def _point(link: Path, goal: Path) -> None:
         temporary.unlink()
     temporary.symlink_to(os.path.relpath(goal, link.parent))
     os.replace(temporary, link)
-
-
-def flush(path: Path) -> None:
-    """Have what is written there on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,6 +23,7 @@ import numpy as np
 
 from trainer.data_meta import SCHEMA, check_meta, read_meta
 from trainer.errors import InputError
+from trainer.files import flush, sha256
 
 SHARD_BYTES = 256 << 20  # a file is ended when it has so many
 BATCH_DOCUMENTS = 4096  # rows of one Arrow record batch, at most,
@@ -143,7 +144,7 @@ class Writer:
         }
         (self._partial / "data.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         for path in [*self._partial.iterdir(), self._partial]:
-            flush_to_disk(path)
+            flush(path)
         try:
             self._partial.rename(self.directory)
         except OSError:
@@ -152,7 +153,7 @@ class Writer:
                     f"--data-dir {self.directory}: somebody else made it meanwhile, and it is left as it is"
                 ) from None
             raise
-        flush_to_disk(self.directory.parent)
+        flush(self.directory.parent)
 
 
 def write_completions(directory: str | Path, documents: Iterable[Document], meta: dict[str, Any]) -> None:
@@ -184,19 +185,6 @@ def _claim(partial: Path, directory: Path) -> int:
                 leftover.unlink()
             return lock
         os.close(lock)  # its writer ended and renamed or removed it between our two looks
-
-
-def flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Completions:

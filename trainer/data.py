@@ -140,6 +140,30 @@ def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
 
 
+def check_usable(completions: Completions, block_size: int, max_seq_len: int) -> None:
+    """Raises InputError for data of which nothing can be learnt: see `Reader`. Of sound data it reads the
+    first document alone, and none where its counts say already that nothing is supervised.
+    """
+    lengths = completions.lengths
+    if int(lengths.max(initial=0)) < SHORTEST:
+        raise InputError(
+            f"--data-dir {completions.directory}: none of its {len(completions):,} documents has "
+            f"{SHORTEST} tokens, so there is nothing to learn from; prepare it again"
+        )
+    check_length(completions.directory, int(lengths.max()), block_size)
+    some = completions.meta.get("supervised_tokens") != 0
+    for document in np.flatnonzero(lengths >= SHORTEST).tolist() if some else ():
+        mask = completions.document(document)[1][:max_seq_len]
+        if len(valid_anchors(mask, block_size)):
+            return
+    raise InputError(
+        f"--data-dir {completions.directory}: in none of its {len(completions):,} documents "
+        f"is a supervised token followed by another within a block of {block_size} and the "
+        f"first {max_seq_len:,} tokens, so there is nothing to learn of it; prepare it "
+        "again with answers that are supervised (loss_mask 1)"
+    )
+
+
 class Reader:
     """The micro-batches of a data set by number: batch i is the same whenever it is asked for.
 
@@ -153,13 +177,7 @@ class Reader:
         self._lengths = np.minimum(completions.lengths.astype(np.int64), portions.max_seq_len)
         self._padded = np.minimum(bucket_length(self._lengths), portions.max_seq_len)
         self._usable = np.flatnonzero(self._lengths >= SHORTEST)
-        if not len(self._usable):
-            raise InputError(
-                f"--data-dir {completions.directory}: none of its {len(completions):,} documents has "
-                f"{SHORTEST} tokens, so there is nothing to learn from; prepare it again"
-            )
-        check_length(completions.directory, int(completions.lengths.max()), portions.block_size)
-        self._check_supervised()
+        check_usable(completions, portions.block_size, portions.max_seq_len)
         if portions.packing:
             self._packed_lengths = rounded(self._lengths, portions.max_seq_len)
             lengths = np.sort(self._packed_lengths[self._usable])[::-1]
@@ -168,19 +186,6 @@ class Reader:
             self._bin_sizes = np.bincount(bins)
         self._order: tuple[int, Order] | None = None
         self.batches_per_epoch = len(self.order(0))
-
-    def _check_supervised(self) -> None:
-        """Raises InputError if there is no anchor in any document. Of sound data it reads the first alone."""
-        for document in self._usable.tolist():
-            mask = self.completions.document(document)[1][: self.length(document)]
-            if len(valid_anchors(mask, self.portions.block_size)):
-                return
-        raise InputError(
-            f"--data-dir {self.completions.directory}: in none of its {len(self.completions):,} documents "
-            f"is a supervised token followed by another within a block of {self.portions.block_size} and the "
-            f"first {self.portions.max_seq_len:,} tokens, so there is nothing to learn of it; prepare it "
-            "again with answers that are supervised (loss_mask 1)"
-        )
 
     def order(self, epoch: int) -> Order:
         """Which documents come together in `epoch`, and when. Its length is the same for every epoch."""

@@ -52,7 +52,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         required=True,
         metavar="DIR",
-        help="a drafter's checkpoint, or the directory with a run's checkpoints: the newest",
+        help="a drafter's checkpoint, or where a run's or several runs' checkpoints lie: the newest",
     )
     add("--prompts", type=Path, required=True, metavar="FILE", help="JSON, JSON lines or text; may be .gz")
     add("--chat", action="store_true", help="a prompt is a user's message: use the target's chat template")
@@ -131,10 +131,11 @@ class _Progress:
     def __init__(self) -> None:
         self.period = 0.0 if sys.stderr.isatty() else PERIOD
         self.said = time.monotonic()
+        self.text = ""
 
     def __call__(self, text: str) -> None:
-        if (now := time.monotonic()) - self.said >= self.period:
-            self.said = now
+        if (now := time.monotonic()) - self.said >= self.period and text != self.text:
+            self.said, self.text = now, text
             print(text, file=sys.stderr, flush=True)
 
 

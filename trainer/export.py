@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer import checkpoint, formats, tensorfile
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError, to_the_end
+from trainer.files import flush
 from trainer.modeldir import read_config, target_digest, text_config
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def find(given: Path) -> checkpoint.Found:
-    """The checkpoint that `given` is, or the newest whole one below it: of an output directory, or among what
-    `fab pull` has brought. Raises InputError.
+    """The checkpoint that `given` is, or the newest whole one below it: of an output directory, of one run's
+    directory in it, or among what `fab pull` has brought. Raises InputError.
     """
     if not given.is_dir():
         raise InputError(f"{given}: there is no such directory; give a checkpoint, or where checkpoints lie")
@@ -63,7 +64,11 @@ def find(given: Path) -> checkpoint.Found:
             raise InputError(f"{given}: this checkpoint is damaged: {found}; take another one")
         return found
     whole = []
-    for path in [*checkpoint.directories(given), *sorted(given.glob("*-step-*"))]:
+    for path in [
+        *checkpoint.directories(given),
+        *sorted(given.glob("step-*")),
+        *sorted(given.glob("*-step-*")),
+    ]:
         if isinstance(found := checkpoint.examine(path), str):
             print(f"warning: checkpoint {path} is damaged and passed over: {found}", file=sys.stderr)
         else:
@@ -109,7 +114,7 @@ def export(
         (partial / "config.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         told = _compare(partial, config, written, target)
         for file in (*partial.iterdir(), partial):
-            checkpoint.flush(file)
+            flush(file)
         _move(partial, place)
     except OSError as error:
         raise InputError(f"--to {place}: cannot be written ({error.strerror or error})") from None

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer.completions import Completions, Writer, mapped, record_batches, sha256
+from trainer.completions import Completions, Writer, mapped, record_batches
 from trainer.data_meta import SCHEMA, agreement_warning, foreign_files
 from trainer.errors import InputError
+from trainer.files import sha256
 
 # Columns that say what is supervised; in `labels` what is not is -100.
 MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "labels")

@@ -12,7 +12,7 @@ import torch
 from trainer import evaluation, resuming
 from trainer.completions import Completions
 from trainer.config import Settings
-from trainer.data import Portions, Reader
+from trainer.data import Portions, Reader, check_usable
 from trainer.drafter_config import DrafterConfig
 from trainer.errors import InputError
 from trainer.evaluating import Evaluations
@@ -65,6 +65,7 @@ def load(
         target_dir, data_dir = settings.target_model, settings.data_dir
     monitor.phase("loading", f"target {target_dir}")
     completions = open_completions(data_dir, settings.cache, say)
+    check_usable(completions, settings.block_size, settings.max_seq_len)  # before what takes minutes
     dtype = getattr(torch, settings.dtype)
     if ends:
         target = Target.load_ends(target_dir, dtype, devices[0])

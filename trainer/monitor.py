@@ -277,10 +277,12 @@ class Monitor:
             self._news.set()
 
     def report(self, text: str) -> None:
-        """Progress within a phase: to the heartbeat and to the log."""
+        """Progress within a phase: to the heartbeat and, where it is another than before, to the log."""
         with self._lock:
+            news = self._heartbeat.detail != text
             self._heartbeat.detail = text
-        say(text)
+        if news:
+            say(text)
 
     def progress(self, step: int, total: int) -> None:
         with self._lock:

@@ -35,6 +35,7 @@ class Saving:
     ) -> None:
         self.state = state
         self.saved: checkpoint.Found | None = None  # of this run; its state is of its step
+        self._said = ""  # what went wrong at the last save
         self._settings = settings
         self._output = Path(settings.output_dir)
         self._monitor = monitor
@@ -52,10 +53,13 @@ class Saving:
             wrong = " ".join(str(error).split())
             if not isinstance(error, checkpoint.SaveError):
                 wrong = f"no checkpoint at step {self.state.step}: {type(error).__name__}: {wrong}"
-            say(f"warning: {wrong}")
+            if wrong != self._said:  # the last step's is tried again after the evaluation
+                say(f"warning: {wrong}")
+            self._said = wrong
             self._monitor.phase("training", f"checkpoint failed: {wrong}")
             return wrong
         self.saved = checkpoint.Found(path, dataclasses.replace(self.state))
+        self._said = ""
         say(f"checkpoint {path}")
         self._monitor.checkpoint(path, self.state.step)
         self._monitor.phase("training")

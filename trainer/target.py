@@ -70,11 +70,12 @@ class Target:
         check_weights(directory)
         from transformers.utils import logging  # late: it takes seconds
 
+        made_by = _auto_class(directory, config)
         logging.disable_progress_bar()
         verbosity = logging.get_verbosity()
         logging.set_verbosity(logging.CRITICAL)  # what it reports of weights that do not fit is said below
         try:
-            model, found = _auto_class(config).from_pretrained(
+            model, found = made_by.from_pretrained(
                 str(directory),
                 dtype=dtype,
                 local_files_only=True,
@@ -230,8 +231,8 @@ def _free(device: torch.device) -> float:
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 1e18
 
 
-def _auto_class(config: dict[str, Any]) -> Any:
-    """Which of transformers' classes loads the language model of a config.json."""
+def _auto_class(directory: str | Path, config: dict[str, Any]) -> Any:
+    """Which of transformers' classes loads the language model of a config.json. Raises InputError."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -240,7 +241,11 @@ def _auto_class(config: dict[str, Any]) -> Any:
         return transformers.AutoModelForCausalLM
     if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return transformers.AutoModelForImageTextToText  # the whole of it; only its decoder will be run
-    raise ValueError(f"it knows no causal language model of the type '{kind}'")
+    raise InputError(
+        f"--target-model {directory}: its config.json has the model_type {kind!r}, and transformers "
+        f"{transformers.__version__} knows no causal language model of that type; install a transformers "
+        "that does, or choose another target"
+    )
 
 
 def _unfit(found: dict[str, Any]) -> str | None:

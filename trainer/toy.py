@@ -33,6 +33,7 @@ from types import SimpleNamespace
 
 from trainer.data_meta import read_meta
 from trainer.errors import InputError, nearest
+from trainer.files import flush
 from trainer.modeldir import check_weights, read_config
 from trainer.staging import stage
 
@@ -294,19 +295,11 @@ def _make(recipe: Recipe, text: Text, place: Path, report: Report) -> None:
             json.dumps({"recipe": dataclasses.asdict(recipe), **facts}, indent=1) + "\n", encoding="utf-8"
         )
         for file in [*partial.rglob("*"), partial]:
-            _flush(file)
+            flush(file)
         partial.rename(place)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(directory: Path) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer import config, decode, export
+from trainer import checkpoint, config, decode, export
 from trainer.__main__ import main
 from trainer.data import Batch, write_completions
 from trainer.errors import InputError
@@ -255,6 +257,44 @@ def test_no_step_makes_the_host_wait_for_a_gpu(
     with Waits() as waits:  # that it would be noticed
         float(torch.ones(()))
     assert waits.seen == ["_local_scalar_dense"]
+
+
+# -- refused before it takes minutes -----------------------------------------------------------------------
+
+
+def test_data_of_which_nothing_can_be_learnt_is_refused_before_the_target_is_loaded(
+    model: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Target, "load", lambda *_: 1 / 0)
+    (tmp_path / "theirs").mkdir()
+    rows = {"input_ids": [[1] * 20] * 3, "labels": [[-100] * 20] * 3}  # as other trainers have it
+    pq.write_table(pa.table(rows), tmp_path / "theirs" / "0.parquet")
+    flags = tiny.flags(model[0], tmp_path / "theirs", tmp_path / "out", cache_dir=tmp_path / "cache")
+    assert main(flags) == 2
+    assert "in none of its 3 documents is a supervised token followed by" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_last_checkpoint_that_fails_twice_is_said_once(
+    model: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tried: list[int] = []
+
+    def full(output: Path, state: checkpoint.State, *_: object) -> Path:
+        tried.append(state.step)
+        raise checkpoint.SaveError(f"no checkpoint at step {state.step}: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    assert main(tiny.flags(*model, tmp_path / "out", max_steps=2, save_interval=1)) == 1
+    assert tried == [1, 2, 2]
+    said = capsys.readouterr().out
+    assert [said.count(f"no checkpoint at step {step}") for step in (1, 2)] == [1, 1]
 
 
 # -- less memory -------------------------------------------------------------------------------------------

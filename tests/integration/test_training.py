@@ -286,6 +286,7 @@ def test_a_full_disk_is_said_and_training_goes_on_to_a_code_that_tells(
     ended = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1, ended.stderr
     assert "warning: no checkpoint at step 4" in ended.stdout
+    assert ended.stdout.count("no checkpoint at step 10") == 1  # though it was tried again
     assert "No space left" in ended.stdout
     assert "step 10/10" in ended.stdout
     assert "Traceback" not in ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -296,6 +297,37 @@ def test_one_trainer_at_a_time_writes_into_a_directory(tmp_path: Path) -> None:
         pass
     with output_directory(tmp_path / "out"):
         pass
+
+
+def test_a_start_that_is_refused_leaves_no_directory_behind(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes").write_text("mine")
+    for place in ("new/deep/out", "old/out"):
+        with contextlib.suppress(InputError), output_directory(tmp_path / place):
+            assert (tmp_path / place / ".lock").exists()
+            raise InputError("no")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["notes", "old"]
+    with output_directory(tmp_path / "new" / "out") as output:
+        store(output, 10)
+    assert (tmp_path / "new" / "out" / ".lock").exists()
+
+
+def test_a_lock_that_was_removed_while_it_was_taken_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = checkpoint.fcntl.flock
+
+    def late(lock: object, how: int) -> None:
+        monkeypatch.setattr(checkpoint.fcntl, "flock", flock)
+        (tmp_path / "out" / ".lock").unlink()  # by a trainer that was refused
+        (tmp_path / "out").rmdir()
+        flock(lock, how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", late)
+    with output_directory(tmp_path / "out") as output:
+        assert (output / ".lock").exists()
+        with pytest.raises(InputError, match="another trainer"), output_directory(output):
+            pass
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from trainer import anchors, data
 from trainer import completions as disk
 from trainer.anchors import draw, share, valid_anchors
 from trainer.completions import Completions, write_completions
-from trainer.data import Portions, Reader, bucket_length
+from trainer.data import Portions, Reader, bucket_length, check_usable
 from trainer.errors import InputError
 from trainer.foreign import open_completions
 
@@ -321,6 +321,9 @@ def test_data_of_which_nothing_can_be_learnt_is_refused(tmp_path: Path) -> None:
     found = Completions.open(tmp_path / "data")
     with pytest.raises(InputError, match="in none of its 2 documents is a supervised token followed by"):
         Reader(found, PORTIONS)
+    counted = Completions(found.directory, {**found.meta, "supervised_tokens": 0}, found._columns)
+    with pytest.raises(InputError, match="in none of its 2 documents"):  # from its count alone
+        check_usable(counted, PORTIONS.block_size, 66)
     assert Reader(found, replace(PORTIONS, max_seq_len=66)).batch(0).blocks.kept == 1
     with pytest.raises(
         InputError, match="--block-size 71 is more than the 70 tokens of the longest document"

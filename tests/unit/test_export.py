@@ -265,6 +265,7 @@ def test_every_place_where_checkpoints_lie_is_accepted(
     newest = store(tmp_path / "out", 20)
     assert export.find(tmp_path / "out").path == newest
     assert export.find(tmp_path / "out" / "latest").state.step == 20
+    assert export.find(tmp_path / "out" / "0001-x").path == newest  # a run's own folder
     (tmp_path / "pulled").mkdir()  # as `fab pull` leaves them
     for step in (10, 20):
         (tmp_path / "out" / "0001-x" / f"step-{step:08d}").rename(tmp_path / "pulled" / f"0001-x-step-{step}")

@@ -81,6 +81,14 @@ def test_an_interval_has_what_was_learnt_in_it_and_how_long_that_took() -> None:
     assert list(summary["phase_seconds"]) == list(PARTS)
 
 
+def test_progress_is_said_once_while_it_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = Monitor(None)
+    for text in ("0 of 2", "0 of 2", "1 of 2", "0 of 2"):
+        monitor.report(text)
+        assert monitor.heartbeat.detail == text
+    assert capsys.readouterr().out.splitlines() == ["0 of 2", "1 of 2", "0 of 2"]
+
+
 def test_the_heartbeat_comes_by_itself_and_tells_the_phase(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

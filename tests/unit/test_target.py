@@ -160,8 +160,11 @@ def test_weights_that_do_not_fit_their_config_are_refused(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_type": "t5"}, "it knows no causal language model of the type 't5'"),
-        ({"model_type": "no-such-model"}, "it knows no causal language model of the type 'no-such-model'"),
+        ({"model_type": "t5"}, "its config.json has the model_type 't5', and transformers"),
+        (
+            {"model_type": "no-such-model"},
+            "causal language model of that type; install a transformers that does",
+        ),
         ({"num_attention_heads": "four"}, "transformers cannot load it"),
     ],
 )
