@@ -1,7 +1,7 @@
 """What a run will take: memory of each device and work of a step, from shapes alone. Needs no torch.
 
 Counts of parameters are exact, of the drafter always, of a target for the kinds that the tests hold. Memory
-is what stays or is largest at one time, uncompiled and without what a runtime or an allocator adds. Work
+is what stays or is largest at one time, without what a runtime or an allocator adds. Work
 counts products of matrices, the way that published figures do; the time is that work at a speed that is said.
 """
 
