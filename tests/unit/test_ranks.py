@@ -212,6 +212,7 @@ while rank == 0 and not asked: time.sleep(0.01)
     assert all(re.fullmatch(r"\[\d] x{65535}", line) for line in kept[:-1])
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_all(start) -> None:
     source = 'for number in range(100): say("x" * 65535 + "\\n")\nmark(f"printed-{rank}")'
     run = start(source, count=2)
@@ -331,6 +332,7 @@ await_mark("halted"); time.sleep(0.2); sys.exit(3)
     assert "rank 0 (drafter 0 on cpu:2) did not end by itself: KILL" in text
 
 
+@pytest.mark.slow
 def test_who_saves_a_checkpoint_when_another_fails_may_finish_it(start) -> None:
     source = """
 if rank == 0:
@@ -357,6 +359,7 @@ await_mark("saving"); os.kill(os.getpid(), signal.SIGKILL)
     assert "rank 0 (drafter 0 on cpu:2) did not end by itself: KILL" in text
 
 
+@pytest.mark.slow
 def test_what_a_rank_has_started_ends_with_it(start) -> None:
     source = """
 import subprocess
@@ -461,6 +464,7 @@ tell("phase training"); tell("step 1"); say("here\\n")
 """
 
 
+@pytest.mark.slow
 def test_a_hang_is_told_with_all_stacks_one_after_the_other(start) -> None:
     code, text = start(HANGING, stall=1).finish()
     assert code == 4
@@ -485,6 +489,24 @@ time.sleep(1.2); say("done\\n")
     assert (code, text.count("done")) == (0, 2)
 
 
+@pytest.mark.parametrize("phase", ["loading", "finishing"])
+def test_there_is_no_hang_while_rank_0_does_not_train(start, phase) -> None:
+    source = f"""
+if rank: await_mark("at-it"); tell("phase training")
+else: tell("phase {phase}"); mark("at-it")
+time.sleep(1.2); say("done\\n")
+"""
+    code, text = start(source, count=2, stall=0.3).finish()
+    assert (code, text.count("done")) == (0, 2)
+
+
+def test_a_rank_that_does_not_end_after_rank_0_hangs(start) -> None:
+    code, text = start('tell("phase training"); time.sleep(600 if rank else 0)', count=2, stall=0.7).finish()
+    assert code == 4
+    assert "rank 0 (pid " in text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "stall"), [(0, 1), (1, 1), (2, 0)])
 def test_there_is_no_hang_while_any_rank_takes_steps_or_none_is_looked_for(start, rank, stall) -> None:
     source = f"""
@@ -497,6 +519,7 @@ for step in range(30):
     assert start(source, count=2, stall=stall).finish() == (0, "")
 
 
+@pytest.mark.slow
 def test_the_time_in_which_all_were_halted_does_not_count(start) -> None:
     run = start(
         'tell("phase training"); say("here\\n"); time.sleep(1.5)', stall=2, PAUSED=0.5, LONGEST_TURN=0.1
