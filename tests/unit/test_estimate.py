@@ -154,20 +154,20 @@ def test_the_reference_recipe_fits_into_its_gpus() -> None:
 
 
 def test_a_recipe_for_eight_gpus_is_estimated_where_there_is_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     target = tiny.target_directory(tmp_path / "target")
     data = tiny.data_directory(tmp_path / "data", target)
     flags = tiny.flags(target, data, tmp_path / "out", target_gpus="0,1,2,3,4", drafter_gpus="5,6,7")
     assert main([*flags, "--check-config"]) == 0
-    said = capsys.readouterr().out.splitlines()
+    said = capfd.readouterr().out.splitlines()
     assert "· a step: 3 × at most 256 positions with 24 blocks of 4, " in said[1]
     assert said[2].startswith("memory of each target GPU (0, 1, 2, 3, 4): ")
     assert said[3].startswith("memory of each drafter GPU (5, 6, 7): ")
     assert said[4].startswith("time: ")
     assert said[4].endswith("970 tokens × 2 epochs are at least 3 steps")
     assert main(flags) == 2
-    assert "--target-gpus 0,1,2,3,4" in capsys.readouterr().err
+    assert "--target-gpus 0,1,2,3,4" in capfd.readouterr().err
 
 
 def test_one_device_holds_what_both_halves_need_once() -> None:
