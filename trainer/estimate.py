@@ -181,7 +181,7 @@ def lines(settings: Settings, found: Estimate, tokens: int) -> list[str]:
         f"{found.positions:,} positions with {s.max_anchors:,} blocks of {s.block_size}, "
         f"{_flop(total)} ({parts})"
     ]
-    if len(assigned.devices) > 1:
+    if not assigned.colocated:
         for flag, memory in (("target", found.target_memory), ("drafter", found.drafter_memory)):
             places = s.target_gpus if flag == "target" else s.drafter_gpus
             what = "process" if places and places[0].startswith("cpu") else "GPU"
@@ -189,11 +189,14 @@ def lines(settings: Settings, found: Estimate, tokens: int) -> list[str]:
     else:
         shared = {**found.drafter_memory, **found.target_memory, "features": found.drafter_memory["features"]}
         del shared["embedding and output head"]  # the target's own
-        out.append(f"memory of the device: {_memory(shared)}")
+        which = (
+            "the device" if len(assigned.devices) == 1 else f"each device ({', '.join(s.target_gpus or ())})"
+        )
+        out.append(f"memory of {which}: {_memory(shared)}")
     of_target = micro_batches * found.work["target"]
     if device.on_gpu(assigned.devices[0]):
         each = (of_target / len(assigned.targets), (total - of_target) / len(assigned.drafters))
-        work = max(each) if len(assigned.devices) > 1 else sum(each)
+        work = sum(each) if assigned.colocated else max(each)
         out.append(f"time: {work / GPU_SPEED:,.2g} s a step if a GPU does {_flop(GPU_SPEED)} in a second")
     else:
         cores = s.threads or len(os.sched_getaffinity(0))

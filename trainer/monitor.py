@@ -63,15 +63,17 @@ class StopSignal:
     (143 or 130), also in the middle of a long call into C.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        """`quiet`: another process of the run says it."""
         self.came = False
+        self._quiet = quiet
 
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: Any) -> None:
-        if not self.came:
+        if not self.came and not self._quiet:
             say(f"{signal.Signals(number).name} received: saving at the next step boundary")
         self.came = True
 

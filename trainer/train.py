@@ -105,7 +105,7 @@ class Trainer:
             settings, drafter_dtype=settings.drafter_type(on_gpu=on_gpu)
         )
         self.output = Path(settings.output_dir)
-        self.stop = StopSignal()
+        self.stop = StopSignal(quiet=not self.world.main)
         self.logged = 0.0  # when the last log line was
         self.records = Records()
         self.clock = gpu.GpuClock() if on_gpu else HostClock()

@@ -166,6 +166,9 @@ def test_a_recipe_for_eight_gpus_is_estimated_where_there_is_none(
     assert said[3].startswith("memory of each drafter GPU (5, 6, 7): ")
     assert said[4].startswith("time: ")
     assert said[4].endswith("970 tokens × 2 epochs are at least 3 steps")
+    both = tiny.flags(target, data, tmp_path / "out", target_gpus="0,1", drafter_gpus="0,1")
+    assert main([*both, "--check-config"]) == 0
+    assert capfd.readouterr().out.splitlines()[2].startswith("memory of each device (0, 1): ")
     assert main(flags) == 2
     assert "--target-gpus 0,1,2,3,4" in capfd.readouterr().err
 
