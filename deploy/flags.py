@@ -168,6 +168,10 @@ RESERVED: dict[str, str] = {
     "config": "the run's file is already the configuration",
     "print-config": "use `fab render`",
     "check-config": "use `fab plan`",
+    "nodes": "it follows from the hosts that are given",
+    "node": "each host has its own number",
+    "rendezvous": "it is the first of the hosts that are given",
+    "interface": "it is a host's, not the run's",
     "gpu-memory": "only --check-config takes it",
 }
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import config, ranks, roles, sinks
+from trainer import config, nodes, ranks, roles, sinks
 from trainer.errors import InputError, to_the_end
 from trainer.monitor import Monitor, say
 from trainer.status import RANK_VARIABLE, RUN_DIR_VARIABLE
@@ -59,7 +59,11 @@ def train(settings: config.Settings, argv: Sequence[str]) -> int:
             return code
         command = [sys.executable, "-u", "-m", "trainer", *argv]
         return ranks.launch(
-            command, places, stall_timeout=settings.stall_timeout, threads=settings.threads is not None
+            command,
+            [place for place in places if place.node in (None, settings.node)],
+            stall_timeout=settings.stall_timeout,
+            threads=settings.threads is not None,
+            meeting=nodes.meeting(settings) if settings.nodes > 1 else None,
         )
     monitor = Monitor(Path(where) if where else None, rank or places[0], settings.stall_timeout)
     try:

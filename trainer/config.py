@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from trainer import roles
 from trainer.errors import InputError, nearest
 from trainer.kinds import (
+    ADDRESS,
     DEVICE,
     DEVICES,
     DIRECTORY,
@@ -189,6 +190,14 @@ class Settings:
         None, DEVICES, "GPUs that run the target, a process each, in place of --device"
     )
     drafter_gpus: tuple[str, ...] | None = flag(None, DEVICES, "GPUs that train the drafter")
+    nodes: int = flag(1, integer(1, 1024), "machines of this run, all with the same devices")
+    node: int = flag(0, integer(0, 1023), "which of them this is; 0 writes the checkpoints")
+    rendezvous: str | None = flag(
+        None, ADDRESS, "where they meet: an address of node 0 and a port; the next port is used, too"
+    )
+    interface: str | None = flag(
+        None, TEXT, "network interface between them (default: the one that leads to --rendezvous)"
+    )
     stall_timeout: float = flag(
         1800.0, number(0), "seconds without a step that end a training, with all stacks; 0: never"
     )
@@ -398,3 +407,20 @@ def check(settings: Settings) -> None:
             "--gamma and --loss-type dpace exclude each other: D-PACE's weights take the place of the decay"
         )
     roles.of(settings)
+    if settings.node >= settings.nodes:
+        raise InputError(
+            f"--node {settings.node} is none of --nodes {settings.nodes}: give a number from 0 to "
+            f"{settings.nodes - 1}, another one on each machine"
+        )
+    if settings.nodes > 1 and settings.rendezvous is None:
+        raise InputError("--nodes needs --rendezvous HOST:PORT beside it: say where the machines meet")
+    for name in ("rendezvous", "interface"):
+        if settings.nodes == 1 and getattr(settings, name) is not None:
+            raise InputError(
+                f"--{name} means nothing without --nodes of at least 2: add that, or leave it out"
+            )
+    if settings.nodes > 1 and settings.target_model == "toy":
+        raise InputError(
+            "--target-model toy is made on each machine and comes out differently on each: "
+            "give several --nodes a model directory, the same on all"
+        )

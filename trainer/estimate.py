@@ -170,7 +170,7 @@ def _pass(
 def lines(settings: Settings, found: Estimate, tokens: int) -> list[str]:
     """The estimate for people."""
     s, assigned = settings, roles.of(settings)
-    micro_batches = s.grad_accum * len(assigned.drafters)
+    micro_batches = s.grad_accum * len(assigned.drafters) * assigned.nodes
     total = micro_batches * sum(found.work.values())
     parts = " ".join(
         f"{name} {100 * micro_batches * work / total:.0f} %" for name, work in found.work.items()
@@ -195,7 +195,8 @@ def lines(settings: Settings, found: Estimate, tokens: int) -> list[str]:
         out.append(f"memory of {which}: {_memory(shared)}")
     of_target = micro_batches * found.work["target"]
     if device.on_gpu(assigned.devices[0]):
-        each = (of_target / len(assigned.targets), (total - of_target) / len(assigned.drafters))
+        counts = [count * assigned.nodes for count in map(len, (assigned.targets, assigned.drafters))]
+        each = (of_target / counts[0], (total - of_target) / counts[1])
         work = sum(each) if assigned.colocated else max(each)
         out.append(f"time: {work / GPU_SPEED:,.2g} s a step if a GPU does {_flop(GPU_SPEED)} in a second")
     else:

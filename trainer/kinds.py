@@ -82,7 +82,17 @@ def _devices(text: str) -> tuple[str, ...]:
     return places
 
 
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or "/" in host or (":" in host and not host.startswith("[")):
+        raise ValueError
+    if not 0 < int(port) < 65535:  # the next one is needed too
+        raise ValueError
+    return text
+
+
 TEXT = Kind(str, "text")
+ADDRESS = Kind(_address, "HOST:PORT, with a port from 1 to 65534 (an IPv6 address in brackets)")
 DIRECTORY = Kind(lambda text: str(Path(text).expanduser()), "a path")
 SWITCH = Kind(lambda text: {"true": True, "false": False}[text.lower()], "true or false", (bool,))
 INTEGERS = Kind(_integers, "whole numbers separated by commas", (list, int))

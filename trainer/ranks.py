@@ -1,7 +1,8 @@
 """One process per device: starts the ranks of a run, passes their output on, and ends them together.
 
 One thread and one event loop: the ranks' output, their progress, signals and a stdout that takes more are
-waited for together. The ranks stay in our session, so that whoever ends that (launch's guard, a terminal)
+waited for together, and, of a run on several machines, what the other launchers say (trainer/link.py): there
+node 0 decides. The ranks stay in our session, so that whoever ends that (launch's guard, a terminal)
 ends them too; should we be killed alone, the kernel ends them with us.
 
 Standard library only; Linux.
@@ -19,14 +20,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer import ending, output
 from trainer.asked import Dump
 from trainer.errors import NO_READER, InputError, to_the_end
 from trainer.forward import RECORD_BYTES, Forward
+from trainer.link import RETRY_SECONDS, Link
 from trainer.processes import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
@@ -40,7 +42,18 @@ from trainer.processes import (
     send,
 )
 from trainer.roles import Rank
-from trainer.status import PROGRESS_VARIABLE, RANK_VARIABLE, STALLED, STORE_VARIABLE, Heartbeat, Request
+from trainer.status import (
+    LOST_VARIABLE,
+    PROGRESS_VARIABLE,
+    RANK_VARIABLE,
+    STALLED,
+    STORE_VARIABLE,
+    Heartbeat,
+    Request,
+)
+
+if TYPE_CHECKING:
+    from trainer.nodes import Meeting
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 SETTLE_SECONDS = 0.2  # an unfinished line that is left alone for so long is passed on as it is
@@ -109,6 +122,7 @@ class Member:
     process: Process
     output: int  # where its stdout and stderr are read
     progress: int  # where what it does is read
+    lost: int = -1  # where it is told that another machine is lost
     lines: Lines = field(default_factory=Lines)
     phase: str = "starting"
     since: float = 0.0  # when its phase began (monotonic, s)
@@ -122,6 +136,26 @@ class Member:
     def how(self) -> str:
         code, number = ending.from_wait_status(self.code or 0)
         return ending.how(ending.End(code, number))
+
+
+@dataclass(frozen=True)
+class First:
+    """The first failure of a run, as all of its launchers tell it."""
+
+    sentence: str  # ``rank 3 (…) failed first, by SIGKILL``
+    last: str = ""  # its last line
+    code: int = 1  # of the run
+    number: int | None = None  # the signal that ended it
+    lost: bool = False  # a machine, from which nothing more comes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One that may have been the first."""
+
+    first: First
+    when: float  # monotonic, s
+    certain: bool
 
 
 def own(ranks: Sequence[Rank], environment: Mapping[str, str] = os.environ) -> Rank | None:
@@ -197,23 +231,32 @@ def launch(
     stall_timeout: float,
     environment: Mapping[str, str] | None = None,
     threads: bool = False,
+    meeting: Meeting | None = None,
 ) -> int:
     """Run `command` once for each rank, to the end of all; returns the exit code.
 
     `stall_timeout`: seconds without a step of any rank after which they are taken for hanging, 0: never.
-    `threads`: whether the ranks set their threads themselves. Raises InputError if one cannot be started.
+    `threads`: whether the ranks set their threads themselves. `meeting`: of several machines, whose other
+    ranks are started there. Raises InputError if one cannot be started, or the machines do not fit together.
     """
     given = dict(os.environ if environment is None else environment)
     if not threads and all(rank.device.startswith("cpu") for rank in ranks):
         share = len(os.sched_getaffinity(0)) // len(ranks)
         given.setdefault(THREADS_VARIABLE, str(max(1, share)))
     with tempfile.TemporaryDirectory(prefix="drafthouse-ranks-") as place:
-        given[STORE_VARIABLE] = str(Path(place, "store"))
+        given[STORE_VARIABLE] = meeting.store if meeting else str(Path(place, "store"))
+        if meeting:
+            given |= meeting.environment
         launcher = Launcher(stall_timeout)
         try:
+            if meeting and (code := launcher.meet(meeting)):
+                return code
             for rank in ranks:
                 launcher.start(rank, command, given)
             return launcher.keep()
+        except InputError as error:
+            launcher.give_up(error)
+            raise
         finally:
             launcher.close()
 
@@ -240,11 +283,42 @@ class Launcher:
         self._stepped = False  # whether any has taken a step
         self._stops: list[int] = []  # the signals that asked us to stop
         self._failed = 0.0  # when the first rank failed
-        self._first: Member | None = None  # of those that failed
+        self._failures: list[Failure] = []
+        self._first: First | None = None  # of them
+        self._link: Link | None = None  # to the launchers of the other machines
+        self._asked: dict[int, int] = {}  # how often each node was asked to stop
+        self._busy: set[int] = set()  # nodes that are at what has no steps
+        self._over: set[int] = set()  # nodes whose ranks have all ended
         self._dump: Dump | None = None  # what is printed of a hang
         self._stalled = False
         self._selector = selectors.DefaultSelector()
         self._watch(self._signals.descriptor, self._on_signals)
+
+    def meet(self, meeting: Meeting) -> int:
+        """Wait for the launchers of all machines; the exit code if we are to stop meanwhile, else 0.
+
+        Raises InputError if they do not fit together, or do not come.
+        """
+        self._link = link = Link(meeting.own, meeting.address, self._selector)
+        link.turn(self._beat)
+        while not link.ready:
+            self._turn(RETRY_SECONDS)
+            if self._stops and not link.ready:
+                sentence = _stopped(self._stops[0], early=True)
+                link.refuse(sentence, 128 + self._stops[0])
+                self._say(sentence)
+                return 128 + self._stops[0]
+        return 0
+
+    def give_up(self, error: InputError) -> None:
+        """Have the other machines know that we end by it."""
+        if self._link and self._link.ready and not self._link.closed:
+            self._failed = time.monotonic()
+            first = First(f"{self._link.own} failed first: {error}", code=error.code)
+            self._report(Failure(first, self._failed, certain=True))
+            if self._link.leads:
+                self._decide(first)
+                self._link.tell({"end": True})
 
     def start(self, rank: Rank, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Raises InputError."""
@@ -252,6 +326,11 @@ class Launcher:
         reading, writing = output.make(terminal=False)
         progress, telling = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         own = {RANK_VARIABLE: str(rank.number), PROGRESS_VARIABLE: str(telling)}
+        theirs, lost = [telling], -1
+        if self._link:
+            listening, lost = os.pipe2(os.O_CLOEXEC)
+            theirs.append(listening)
+            own[LOST_VARIABLE] = str(listening)
         try:
             popen = subprocess.Popen(
                 list(command),
@@ -259,7 +338,7 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 stdout=writing,
                 stderr=writing,
-                pass_fds=(telling,),
+                pass_fds=theirs,
                 preexec_fn=lambda: _end_with(ours),
             )
         except OSError as error:
@@ -268,18 +347,20 @@ class Launcher:
             raise InputError(f"{rank} cannot be started: {error.strerror}", code=1) from None
         finally:
             os.close(writing)
-            os.close(telling)
+            for descriptor in theirs:
+                os.close(descriptor)
         process = read_process(popen.pid)
         assert process is not None  # it is ours and was not waited for
-        member = Member(rank, popen, process, reading, progress, since=time.monotonic())
+        member = Member(rank, popen, process, reading, progress, lost, since=time.monotonic())
         self.members.append(member)
         self._watch_output(member)
         self._watch(progress, lambda: self._on_progress(member))
 
     def keep(self) -> int:
-        """Until all have ended; the exit code."""
-        while living := self._living():
-            if all(m.killed is not None and time.monotonic() - m.killed > KILL_SECONDS for m in living):
+        """Until all have ended, on all machines; the exit code."""
+        while (living := self._living()) or (self._link and not self._link.closed):
+            now = time.monotonic()
+            if living and all(m.killed is not None and now - m.killed > KILL_SECONDS for m in living):
                 break
             self._turn()
         self._clear_up()
@@ -291,15 +372,13 @@ class Launcher:
             return STALLED
         if self._first is None:
             return NO_READER if self._unread else 0
-        code, number = ending.from_wait_status(self._first.code or 0)
-        if number in self._stops:
-            early = "" if self._stepped else " before the first step: nothing was to be saved"
-            self._say(f"ended by {ending.signal_name(number)}{early}")
-            return code
-        words = self._first.last[:500].decode("utf-8", "replace")
-        last = f"; its last line: {words}" if words and number is None else ""
-        self._say(f"error: {self._first.rank} failed first, {self._first.how}{last}")
-        return code
+        if self._first.number in self._stops:
+            self._say(_stopped(self._first.number, early=not self._stepped))
+            return self._first.code
+        words = self._first.last
+        last = f"; its last line: {words}" if words and self._first.number is None else ""
+        self._say(f"error: {self._first.sentence}{last}")
+        return self._first.code
 
     def close(self) -> None:
         """End what lives, pass on what is left, let go of all."""
@@ -307,14 +386,16 @@ class Launcher:
             send(member.process, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 member.popen.wait(KILL_SECONDS)
+        if self._link and not self._link.closed:
+            self._link.close()
         self._forward.flush(*STDOUT_SECONDS)
         self._selector.close()
         self._forward.close()
         for member in self.members:
-            for descriptor in (member.output, member.progress):
+            for descriptor in (member.output, member.progress, member.lost):
                 if descriptor >= 0:
                     os.close(descriptor)
-            member.output = member.progress = -1
+            member.output = member.progress = member.lost = -1
 
     # -- the loop ------------------------------------------------------------------------------------------
 
@@ -337,6 +418,8 @@ class Launcher:
         if now - self._looked > PAUSED:
             self._news += now - self._looked
         self._looked = now
+        if self._link:
+            self._attend(self._link)
         self._look(now)
         self._hold_back(now)
 
@@ -454,11 +537,28 @@ class Launcher:
         self._reap()
 
     def _stop(self, number: int) -> None:
-        """The first goes to rank 0 alone, which agrees with the others on a step; what follows to all."""
+        if self._link and self._link.ready and not self._link.leads and not self._link.closed:
+            self._link.tell({"stop": number})
+            if not self._stops:
+                self._stops.append(number)
+        else:
+            self._stop_all(number, self._link.own.number if self._link else 0)
+
+    def _stop_all(self, number: int, node: int) -> None:
+        """Asked for on `node`. The first goes to rank 0 alone, which agrees with the others on a step; what
+        follows on the same node to all: who stops all machines has not asked twice.
+        """
+        self._asked[node] = self._asked.get(node, 0) + 1
+        if self._stops and self._asked[node] == 1:
+            return
         again = bool(self._stops)
         self._stops.append(number)
-        whom = self._living() if again or self.members[0].code is not None else self.members[:1]
-        for member in whom:
+        if not self.members:
+            return
+        again = again or self.members[0].code is not None
+        if self._link and self._link.leads:
+            self._link.tell({"stop": number, "again": again})
+        for member in self._living() if again else self.members[:1]:
             send(member.process, number)
 
     def _reap(self) -> None:
@@ -485,12 +585,16 @@ class Launcher:
         if code == 0 or member.killed is not None or self._stalled:
             return
         self._failed = self._failed or now
-        if -code in self._stops:
-            self._first = self._first or member
-            for other in self._living():  # nothing is saved that they could be needed for
-                send(other.process, -code)
-        elif self._first is None and not _decisive(member):
+        asked = -code in self._stops
+        if not asked and self._first is None and not _decisive(member):
             self._say(f"{member.rank} ended {member.how}")
+        exit_code, number = ending.from_wait_status(code)
+        host = f" on {self._link.own.host}" if self._link else ""
+        words = member.last[:500].decode("utf-8", "replace")
+        first = First(f"{member.rank}{host} failed first, {member.how}", words, exit_code, number)
+        self._report(Failure(first, member.failed, certain=asked or _decisive(member)))
+        if asked and self._first is None and self._decides:
+            self._decide(first)
 
     # -- what becomes of it --------------------------------------------------------------------------------
 
@@ -502,23 +606,124 @@ class Launcher:
         elif self._failed:
             self._end_others(now)
         elif not self._stalled and self._hangs(now):
-            self._stalled = True
-            self._say(f"no step of any rank for {self._timeout:g} s (--stall-timeout) while training")
-            beats = {m.rank.number: Heartbeat(pid=m.process.pid) for m in self.members}
-            living = [member.process for member in self._living()]
-            request = Request(id="", action="dump-stacks", by="--stall-timeout")
-            self._dump = Dump(request, living, beats, Heartbeat.attempt)
+            if self._link:
+                self._link.tell({"stalled": True})
+            self._on_stall()
+
+    def _on_stall(self) -> None:
+        self._stalled = True
+        self._say(f"no step of any rank for {self._timeout:g} s (--stall-timeout) while training")
+        beats = {m.rank.number: Heartbeat(pid=m.process.pid) for m in self.members}
+        living = [member.process for member in self._living()]
+        request = Request(id="", action="dump-stacks", by="--stall-timeout")
+        self._dump = Dump(request, living, beats, Heartbeat.attempt)
+
+    @property
+    def _decides(self) -> bool:
+        """Whether it is ours to say who failed first and who hangs: node 0's, while it is there."""
+        return self._link is None or self._link.leads or self._link.closed
+
+    @property
+    def _awaited(self) -> bool:
+        """Whether ranks of other machines have not ended."""
+        return self._link is not None and bool(self._link.peers.keys() - self._over)
+
+    def _report(self, failure: Failure) -> None:
+        self._failures.append(failure)
+        if self._link and not self._link.leads:
+            ago = time.monotonic() - failure.when
+            told = {**asdict(failure.first), "ago": ago, "certain": failure.certain}
+            self._link.tell({"failed": told})
+
+    def _decide(self, first: First) -> None:
+        """This was the first failure."""
+        self._first = first
+        if self._link and self._link.leads:
+            self._link.tell({"first": asdict(first), "stepped": self._stepped})
+        if first.number in self._stops:
+            for member in self._living():  # nothing is saved that they could be needed for
+                send(member.process, first.number)
+        else:
+            others = ": the others are ended" if self._living() else ""
+            self._say(f"{first.sentence}{others}")
+        if first.lost:
+            self._wake()
+
+    # -- other machines --------------------------------------------------------------------------------------
+
+    def _attend(self, link: Link) -> None:
+        """Tell the others how we are, and do what they say."""
+        link.turn(self._beat)
+        while link.told:
+            self._on_told(link, *link.told.popleft())
+        if link.closed or not link.ready or not self.members or self._living():
+            return
+        if not link.leads:
+            if link.own.number not in self._over:
+                self._over.add(link.own.number)
+                link.tell({"over": True})
+        elif not self._awaited and (self._first or not self._failures):
+            link.tell({"end": True})
+            link.close()
+
+    def _beat(self) -> dict[str, Any]:
+        busy = any(member.phase in BUSY for member in self._living())
+        return {"busy": busy, "ago": time.monotonic() - self._news, "stepped": self._stepped}
+
+    def _on_told(self, link: Link, node: int, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if beat := message.get("beat"):
+            self._news = max(self._news, now - beat["ago"])
+            self._stepped = self._stepped or beat["stepped"]
+            (self._busy.add if beat["busy"] else self._busy.discard)(node)
+        elif "stop" in message:
+            number = message["stop"]
+            if link.leads:
+                self._stop_all(number, node)
+                return
+            self._stops.append(number)
+            for member in self._living() if message["again"] else []:
+                send(member.process, number)
+        elif told := message.get("failed"):
+            self._failed = self._failed or now
+            when, certain = now - told.pop("ago"), told.pop("certain")
+            self._failures.append(Failure(First(**told), when, certain))
+        elif told := message.get("first"):
+            self._failed, self._stepped = self._failed or now, message["stepped"]
+            self._decide(First(**told))
+        elif "stalled" in message:
+            self._on_stall()
+        elif "over" in message:
+            self._over.add(node)
+        elif "end" in message:
+            link.close()
+        elif why := message.get("lost"):
+            self._on_lost(link, node, why)
+
+    def _on_lost(self, link: Link, node: int, why: str) -> None:
+        """Another machine is gone. Without node 0 each of the others ends by itself."""
+        self._over.add(node)
+        if not link.leads:
+            link.close()
+        if self._first is None and not self._stalled:
+            self._failed = self._failed or time.monotonic()
+            self._decide(First(f"{link.name(node)} failed first, {why}", lost=True))
+
+    def _wake(self) -> None:
+        """Have our ranks not wait for a machine that says nothing."""
+        for member in self._living():
+            if member.lost >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(member.lost, b"!")
 
     def _end_others(self, now: float) -> None:
         """After one has failed: who is still there has a moment, who saves a checkpoint has longer."""
         living = self._living()
-        failed = [m for m in self.members if m.code and m.killed is None]
-        certain = next((member for member in failed if _decisive(member)), None)
-        if self._first is None and (certain or not living or now - self._failed >= MOMENT):
+        certain = next((failure for failure in self._failures if failure.certain), None)
+        over = not living and not self._awaited
+        if self._first is None and self._decides and (certain or over or now - self._failed >= MOMENT):
             # Who notices that another failed may have ended before it: whose trouble came first tells.
-            self._first = certain or min(failed, key=lambda member: member.failed or now)
-            others = ": the others are ended" if living else ""
-            self._say(f"{self._first.rank} failed first, {self._first.how}{others}")
+            self._decide((certain or min(self._failures, key=lambda failure: failure.when)).first)
         late = [
             member
             for member in living
@@ -541,6 +746,8 @@ class Launcher:
         """Whether nobody has taken a step for too long, although steps are what they are at."""
         if not self._timeout or now - self._news < self._timeout:
             return False
+        if not self._decides or self._busy - self._over:
+            return False
         first = self.members[0]
         return (first.code is not None or first.phase == "training") and not any(
             member.phase in BUSY for member in self._living()
@@ -562,6 +769,11 @@ class Launcher:
                 for process in found:
                     send(process, signal.SIGKILL)
             self._turn(0.05)
+
+
+def _stopped(number: int | None, *, early: bool) -> str:
+    more = " before the first step: nothing was to be saved" if early else ""
+    return f"ended by {ending.signal_name(number or 0)}{more}"
 
 
 def _decisive(member: Member) -> bool:

@@ -116,7 +116,7 @@ def check(settings: Settings, drafter: DrafterConfig) -> None:
     A deploy asks before it stops the run in progress, so nothing of it may be left for the start to refuse.
     Of a toy, which need not have been made yet, only its recipe is known.
     """
-    if settings.resume == "never":
+    if settings.resume == "never" or settings.node:  # node 0 has the checkpoints
         return
     output = Path(settings.output_dir)
     coming = checkpoint.announced(output)  # the stop will leave one, which is newer than all that are there

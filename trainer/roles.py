@@ -1,6 +1,7 @@
 """Which device does what: some run the target, some train the drafter, or each does both. Needs no torch.
 
-One process per device, a rank each: the drafters first, since rank 0 keeps the books.
+One process per device, a rank each: the drafters first, since rank 0 keeps the books. Of several machines
+(nodes) each has the same devices.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class Rank:
     role: Role
     index: int
     device: str  # a target that is spread over several has them joined by +
+    node: int | None = None  # the machine; None if there is only one
 
     def __str__(self) -> str:
-        """``rank 3 (target 1 on cuda:1)``"""
+        """``rank 3 (target 1 on cuda:1)``, of several machines ``rank 3 (target 1 on cuda:1 of node 1)``"""
         which = self.role if self.role == "colocated" else f"{self.role} {self.index}"
-        return f"rank {self.number} ({which} on {self.device})"
+        where = "" if self.node is None else f" of node {self.node}"
+        return f"rank {self.number} ({which} on {self.device}{where})"
 
 
 def own_rank() -> int:
@@ -42,15 +45,20 @@ def own_rank() -> int:
 def store() -> str | None:
     """Where the processes of this run find each other, as torch.distributed's init_method."""
     place = os.environ.get(STORE_VARIABLE)
-    return f"file://{place}" if place else None
+    if not place or "://" in place:
+        return place
+    return f"file://{place}"
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Names of devices, as torch has them ("auto": still to be found out); "cpu:1" is a second process."""
+    """Names of devices, as torch has them ("auto": still to be found out); "cpu:1" is a second process.
+    Those of one machine; all have the same.
+    """
 
     targets: tuple[str, ...]
     drafters: tuple[str, ...]
+    nodes: int = 1
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -64,19 +72,24 @@ class Roles:
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
+        """Of all machines: the drafters of node 0, of node 1, …, then the targets likewise."""
+        nodes = range(self.nodes) if self.nodes > 1 else (None,)
+
+        def made(role: Role, devices: tuple[str, ...], first: int) -> list[Rank]:
+            places = [(device, node) for node in nodes for device in devices]
+            return [Rank(first + i, role, i, *place) for i, place in enumerate(places)]
+
         if self.colocated:
-            return tuple(Rank(i, "colocated", i, device) for i, device in enumerate(self.drafters))
-        count = len(self.drafters)
-        drafters = [Rank(i, "drafter", i, device) for i, device in enumerate(self.drafters)]
-        targets = [Rank(count + i, "target", i, device) for i, device in enumerate(self.targets)]
-        return (*drafters, *targets)
+            return tuple(made("colocated", self.drafters, 0))
+        drafters = made("drafter", self.drafters, 0)
+        return (*drafters, *made("target", self.targets, len(drafters)))
 
 
 def of(settings: Settings) -> Roles:
     """Raises InputError for --target-gpus and --drafter-gpus that cannot be meant."""
     targets, drafters = settings.target_gpus, settings.drafter_gpus
     if targets is None and drafters is None:
-        return Roles((settings.device,), (settings.device,))
+        return Roles((settings.device,), (settings.device,), settings.nodes)
     if targets is None or drafters is None:
         given, other = ("--target-gpus", "--drafter-gpus")[:: -1 if targets is None else 1]
         raise InputError(f"{given} needs {other} beside it: say which GPUs do the other half of the work")
@@ -84,7 +97,7 @@ def of(settings: Settings) -> Roles:
         raise InputError(f"--device {settings.device} and --target-gpus exclude each other: give one of them")
     if wrong := conflict(targets, drafters):
         raise InputError(wrong)
-    return Roles(tuple(map(_torch_name, targets)), tuple(map(_torch_name, drafters)))
+    return Roles(tuple(map(_torch_name, targets)), tuple(map(_torch_name, drafters)), settings.nodes)
 
 
 def conflict(targets: Sequence[str], drafters: Sequence[str]) -> str | None:

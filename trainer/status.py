@@ -46,9 +46,8 @@ ATTEMPT_VARIABLE = "DRAFTHOUSE_ATTEMPT"
 SECRETS_VARIABLE = "DRAFTHOUSE_SECRETS_FILE"  # where launch reads the secrets, if not where run.json says
 # What trainer/ranks.py tells each of the processes that it starts; no other process has them.
 RANK_VARIABLE = "DRAFTHOUSE_RANK"  # its number
-STORE_VARIABLE = (
-    "DRAFTHOUSE_STORE"  # the file by which the ranks find each other (torch.distributed's file://)
-)
+STORE_VARIABLE = "DRAFTHOUSE_STORE"  # where they find each other: a file; tcp://HOST:PORT of several machines
+LOST_VARIABLE = "DRAFTHOUSE_LOST"  # the descriptor from which it reads that another machine is lost
 PROGRESS_VARIABLE = "DRAFTHOUSE_PROGRESS"  # the descriptor that it tells its phase and its steps to
 STALLED = 4  # exit code of a trainer that took no step for --stall-timeout
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer import lost
 from trainer.roles import Rank
 
 # A checkpoint or an evaluation of rank 0 may take as long as it takes. Who died is told by a closed
@@ -58,6 +59,7 @@ class World:
         if store.startswith("file:"):  # one machine: its host name need not lead anywhere
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        lost.watch()
         with peers():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
