@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +40,17 @@ class Ranks:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
+
+
+def meeting_place() -> str:
+    """HOST:PORT on loopback, of which the next port is free, too."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            with contextlib.suppress(OSError):
+                other.bind(("127.0.0.1", port + 1))
+                return f"127.0.0.1:{port}"
 
 
 def start(place: Path, targets: str, drafters: str, flags: Sequence[str]) -> Ranks:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import tiny
+from many import meeting_place
 
 from trainer import nodes, roles
 from trainer.config import parse
@@ -65,23 +66,12 @@ def stand(number): # as the trainer does from its first step on
 WAITING = 'tell("phase training"); tell("step 1"); say("here"); mark(f"here-{rank}"); await_mark("never")\n'
 
 
-def free() -> str:
-    """HOST:PORT on loopback, the next port free, too."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            with contextlib.suppress(OSError):
-                other.bind(("127.0.0.1", port + 1))
-                return f"127.0.0.1:{port}"
-
-
 class Machines:
     """Launchers in progress, by their nodes."""
 
     def __init__(self, room: Path) -> None:
         self.room = room
-        self.address = free()
+        self.address = meeting_place()
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(
