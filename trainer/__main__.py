@@ -55,7 +55,8 @@ def train(settings: config.Settings, argv: Sequence[str]) -> int:
     if len(places) > 1 and rank is None:
         # What a check imports (torch, for a target's kernels) ends with it: who waits for the ranks
         # holds neither memory nor a GPU.
-        if code := ranks.apart(lambda: check_start(settings)):
+        code = ranks.apart(lambda: check_start(settings))
+        if code and settings.node == 0:
             return code
         command = [sys.executable, "-u", "-m", "trainer", *argv]
         return ranks.launch(
@@ -63,7 +64,7 @@ def train(settings: config.Settings, argv: Sequence[str]) -> int:
             [place for place in places if place.node in (None, settings.node)],
             stall_timeout=settings.stall_timeout,
             threads=settings.threads is not None,
-            meeting=nodes.meeting(settings) if settings.nodes > 1 else None,
+            meeting=nodes.meeting(settings, wrong=code) if settings.nodes > 1 else None,
         )
     monitor = Monitor(Path(where) if where else None, rank or places[0], settings.stall_timeout)
     try:

@@ -44,6 +44,7 @@ class Node:
     host: str
     facts: Mapping[str, str]  # what must be the same on all nodes, by its name for people
     time: float = 0.0  # by its clock, s since 1970
+    wrong: int = 0  # the exit code with which a check here has ended, if it cannot start
 
     def __str__(self) -> str:
         return f"node {self.number} ({self.host})"
@@ -66,8 +67,12 @@ class Link:
     `told` then, as (number of the node, message). A node that is gone says ``{"lost": why}``.
     """
 
-    def __init__(self, own: Node, address: str, selector: selectors.BaseSelector) -> None:
-        """`address`: of --rendezvous, HOST:PORT. Raises InputError if that cannot be."""
+    def __init__(
+        self, own: Node, address: str, selector: selectors.BaseSelector, say: Callable[[str], None]
+    ) -> None:
+        """`address`: of --rendezvous, HOST:PORT; `say` writes a line into the log. Raises InputError if it
+        cannot be met there.
+        """
         self.own = own
         self.ready = False  # whether all have come
         self.closed = False
@@ -75,6 +80,7 @@ class Link:
         self._names: dict[int, Node] = {}  # of those that have come
         self.peers: dict[int, Peer] = {}  # those with a number; of nodes other than 0 only node 0
         self._address = address
+        self._say = say
         self._selector = selector
         self._strangers: list[Peer] = []  # those that have not said hello
         self._listening: socket.socket | None = None
@@ -96,6 +102,7 @@ class Link:
         self._family, self._place = found[0][0], found[0][4]
         if own.number == 0:
             self._listen(port)
+        say(f"{own} of {own.count}: meeting the others at {address}")
 
     @property
     def leads(self) -> bool:
@@ -166,8 +173,10 @@ class Link:
         self._strangers.remove(peer)
         known = self.peers.get(node.number)
         ours = self.own
-        wrong = ""
-        if node.count != ours.count:
+        wrong, code = "", 2
+        if node.wrong:
+            wrong, code = f"{node} cannot start: its own log says why", node.wrong
+        elif node.count != ours.count:
             wrong = f"{node} has --nodes {node.count} and {ours} has --nodes {ours.count}"
         elif node.number == 0 or known:
             other = (known.node if known else None) or ours
@@ -183,14 +192,15 @@ class Link:
                 )
         self.peers[node.number if not known and node.number else -1] = peer
         if wrong:
-            self.refuse(wrong)
-            raise InputError(wrong)
+            self.refuse(wrong, code)
+            raise InputError(wrong, code=code)
+        self._say(f"{node} is here")
         if len(self.peers) == ours.count - 1:
             self._close_listening()
             self.ready = True
             self.tell({"go": ours.host})
 
-    def refuse(self, sentence: str, code: int = 2) -> None:
+    def refuse(self, sentence: str, code: int) -> None:
         """Tell all that are there why it does not begin, and let go of them."""
         self.tell({"refused": sentence, "code": code})
         self.close()

@@ -50,8 +50,11 @@ class Meeting:
         return f"tcp://{self.address}"
 
 
-def meeting(settings: Settings, environment: Mapping[str, str] = os.environ) -> Meeting:
-    """Raises InputError for an interface or an address that is not here."""
+def meeting(settings: Settings, environment: Mapping[str, str] = os.environ, wrong: int = 0) -> Meeting:
+    """`wrong`: the exit code of a check that says that this node cannot start; the others are to hear of it.
+
+    Raises InputError for an interface or an address that is not here.
+    """
     assert settings.rendezvous
     found = {name: "" for name in INTERFACES if not environment.get(name)}
     if found or settings.interface:
@@ -59,7 +62,8 @@ def meeting(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
         if chosen not in (names := [name for _, name in socket.if_nameindex()]):
             raise InputError(f"--interface {chosen}: there is none here; there are {', '.join(names)}")
         found = dict.fromkeys(found, chosen)
-    own = Node(settings.node, settings.nodes, socket.gethostname(), facts(settings))
+    known = {} if wrong else facts(settings)
+    own = Node(settings.node, settings.nodes, socket.gethostname(), known, wrong=wrong)
     return Meeting(own, settings.rendezvous, found)
 
 

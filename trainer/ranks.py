@@ -299,7 +299,7 @@ class Launcher:
 
         Raises InputError if they do not fit together, or do not come.
         """
-        self._link = link = Link(meeting.own, meeting.address, self._selector)
+        self._link = link = Link(meeting.own, meeting.address, self._selector, self._say)
         link.turn(self._beat)
         while not link.ready:
             self._turn(RETRY_SECONDS)

@@ -83,10 +83,11 @@ class Machines:
         stall: float = 0,
         skew: float = 0,
         facts: dict[str, str] | None = None,
+        wrong: int = 0,
         **constants: Any,
     ) -> subprocess.Popen[bytes]:
         known = facts or {"--lr": "0.1"}
-        node = {"number": number, "count": count, "host": f"host-{number}", "facts": known}
+        node = {"number": number, "count": count, "host": f"host-{number}", "facts": known, "wrong": wrong}
         command = [sys.executable, "-S", "-u", "-c", RANK + source, str(self.room)]
         told = [node, number, self.address, command, stall, {"MOMENT": 0.3, **constants}, skew]
         with open(self.room / f"out-{len(self.started)}", "wb") as file:
@@ -230,13 +231,14 @@ def test_all_begin_and_end_together(machines: Machines) -> None:
             {"facts": {"--lr": "0.2"}},
             "node 1 (host-1) has --lr 0.2 and node 0 (host-0) has 0.1: all nodes need",
         ),
+        ({"wrong": 7}, "node 1 (host-1) cannot start: its own log says why"),
         ({"count": 3}, "node 1 (host-1) has --nodes 3 and node 0 (host-0) has --nodes 2"),
         (
             {"skew": -60},
             "the clock of node 1 (host-1) is 60 s behind that of node 0 (host-0): set both, by NTP",
         ),
     ],
-    ids=["another setting", "another number of nodes", "clocks apart"],
+    ids=["another setting", "a check that failed there", "another number of nodes", "clocks apart"],
 )
 def test_unequal_machines_are_refused_in_one_sentence_on_both(
     machines: Machines, other: dict[str, Any], says: str
@@ -244,7 +246,8 @@ def test_unequal_machines_are_refused_in_one_sentence_on_both(
     machines.start("say('started')", 0)
     machines.start("say('started')", 1, **other)
     (code, first), (other_code, second) = machines.ends()
-    assert (code, other_code) == (2, 2)
+    wanted = other.get("wrong", 2)
+    assert (code, other_code) == (wanted, wanted)
     assert first.startswith(f"error: {says}")
     assert first == second
     assert "started" not in machines.said(0) + machines.said(1)
@@ -257,6 +260,7 @@ def test_the_same_number_twice_is_refused_on_all(machines: Machines) -> None:
     assert machines.ends() == [(2, sentence)] * 3
 
 
+@pytest.mark.slow
 def test_a_machine_that_does_not_come_is_named_on_all_others(machines: Machines) -> None:
     for number in (0, 2):
         machines.start("say('started')", number, count=4, JOIN_SECONDS=2)
@@ -305,13 +309,13 @@ def test_another_program_that_calls_changes_nothing(machines: Machines) -> None:
 
 def test_a_stop_before_all_have_come_ends_those_that_have(machines: Machines) -> None:
     first, _ = machines.start("", 0, count=3), machines.start("", 1, count=3)
-    time.sleep(1)
+    wait_for(lambda: "node 1 (host-1) is here" in machines.said(0), lambda: machines.said(0))
     first.send_signal(signal.SIGTERM)
     sentence = "ended by SIGTERM before the first step: nothing was to be saved"
     (code, said), (other_code, other_said) = machines.ends()
     assert (code, other_code) == (143, 143)
     assert said.endswith(sentence)
-    assert other_said.endswith(sentence) or "did not reach" in other_said
+    assert other_said.endswith(sentence)
 
 
 # -- ends --------------------------------------------------------------------------------------------------
@@ -335,8 +339,7 @@ def test_the_first_rank_to_fail_is_named_on_all(
 ) -> None:
     machines.both(f"if rank == {node}: {end}\n" + WAITING)
     sentence = f"error: rank {node} (colocated on cpu of node {node}) on host-{node} failed first, {how}"
-    found = machines.ends()
-    assert found == [(code, sentence)] * 2 or found == [(code, sentence.replace(" (nobody", ""))] * 2
+    assert machines.ends() == [(code, sentence)] * 2
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -390,6 +393,7 @@ if os.read(int(os.environ["DRAFTHOUSE_LOST"]), 1): say("woken"); sys.exit(1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_machine_that_is_gone_or_silent_is_named_and_the_others_are_woken(
@@ -412,6 +416,7 @@ def test_a_machine_that_is_gone_or_silent_is_named_and_the_others_are_woken(
         assert (code, said) == (1, f"error: node {node} (host-{node}) failed first, {why}")
 
 
+@pytest.mark.slow
 def test_a_hang_is_seen_by_the_steps_of_all_and_told_on_all(machines: Machines) -> None:
     source = """
 import faulthandler
