@@ -237,7 +237,7 @@ def _roles(targets: Any, drafters: Any, device: str) -> tuple[str, str] | None:
     if any("+" in one for one in places["drafter-gpus"]):
         return "drafter-gpus", "spreads a drafter over several GPUs: only a target can be, give it one each"
     shared = set(pieces["target-gpus"]) & set(pieces["drafter-gpus"])
-    if shared and places["target-gpus"] != places["drafter-gpus"]:
+    if shared and set(places["target-gpus"]) != set(places["drafter-gpus"]):
         return "drafter-gpus", "shares a GPU with target-gpus: give each GPU one role, or both the same GPUs"
     return None
 

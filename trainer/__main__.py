@@ -83,8 +83,11 @@ def train(settings: config.Settings, argv: Sequence[str]) -> int:
 
 def check_start(settings: config.Settings) -> None:
     """All that can be told of a start without torch, said once. Raises InputError."""
+    from trainer import checkpoint
+
     check_devices(settings, starting=True)
     sinks.check(settings.wandb_project)
+    checkpoint.check_free(Path(settings.output_dir))
     if settings.target_model != "toy":
         say(config_check(settings, weights=True))
 

@@ -110,13 +110,28 @@ def _lock(path: Path) -> TextIO:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            raise InputError(
-                f"--output-dir {path}: another trainer is writing there; stop it, or choose another directory"
-            ) from None
+            raise _taken(path) from None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(path / _LOCK)):
                 return lock
         lock.close()  # it was removed between our two looks
+
+
+def check_free(path: Path) -> None:
+    """Raises InputError if another live trainer holds the output directory. Makes nothing."""
+    try:
+        with open(path / _LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _taken(path) from None
+    except OSError:
+        return  # nobody has been there, or it is told when it is to be written
+
+
+def _taken(path: Path) -> InputError:
+    return InputError(
+        f"--output-dir {path}: another trainer is writing there; stop it, or choose another directory"
+    )
 
 
 def announce(output: Path, state: State, config: dict[str, Any]) -> None:

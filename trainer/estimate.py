@@ -111,7 +111,9 @@ def estimate(settings: Settings, config: DrafterConfig, target: SimpleNamespace,
     muon = s.optimizer == "muon"  # one moment of matrices instead of two
     kind = s.drafter_type(on_gpu=not on_cpu)
     features = positions * taps * width
-    chunk = (s.loss_chunk_mb or (64 if on_cpu else 1024)) * MIB
+    narrow = "bfloat16" in (s.dtype, kind)  # logits come in that, and are made float32
+    logit = 4 * (2 if s.use_soft_labels else 1) + (2 if narrow else 0)
+    chunk = min((s.loss_chunk_mb or (64 if on_cpu else 1024)) * MIB, rows * config.vocab_size * logit)
     head = config.vocab_size * width * size
     cached = tokens * taps * width * size if s.cache_features else 0
     return Estimate(

@@ -370,9 +370,12 @@ class Launcher:
                 "all were ended, and the stacks of each are above"
             )
             return STALLED
+        asked = self._first is not None and self._first.number in self._stops
+        if self._unread and (self._first is None or asked):
+            return NO_READER
         if self._first is None:
-            return NO_READER if self._unread else 0
-        if self._first.number in self._stops:
+            return 0
+        if asked:
             self._say(_stopped(self._first.number, early=not self._stepped))
             return self._first.code
         words = self._first.last

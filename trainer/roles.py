@@ -68,7 +68,7 @@ class Roles:
     @property
     def colocated(self) -> bool:
         """Whether each process does both."""
-        return self.targets == self.drafters
+        return set(self.targets) == set(self.drafters)
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -106,8 +106,8 @@ def conflict(targets: Sequence[str], drafters: Sequence[str]) -> str | None:
     pieces = {flag: [device for place in places for device in place.split("+")]
               for flag, places in flags.items()}  # fmt: skip
     for flag, devices in pieces.items():
-        if len(set(devices)) < len(devices):
-            return f"{flag} {','.join(flags[flag])} names a GPU twice; name each once"
+        if twice := next((device for device in devices if devices.count(device) > 1), None):
+            return f"{flag} {','.join(flags[flag])} names {_called(twice)} twice; name each once"
     every = [device.startswith("cpu") for devices in pieces.values() for device in devices]
     named = " and ".join(f"{flag} {','.join(places)}" for flag, places in flags.items())
     if any(every) and not all(every):
@@ -118,11 +118,13 @@ def conflict(targets: Sequence[str], drafters: Sequence[str]) -> str | None:
             f"several; give {spread[0].replace('+', ',')}"
         )
     both = set(pieces["--target-gpus"]) & set(pieces["--drafter-gpus"])
-    if both and targets != drafters:
-        name = min(both)
-        what = name if name.startswith("cpu") else f"GPU {name}"
-        return f"{named} share {what}: give each GPU one role, or both flags the same GPUs"
+    if both and set(targets) != set(drafters):
+        return f"{named} share {_called(min(both))}: give each GPU one role, or both flags the same GPUs"
     return None
+
+
+def _called(device: str) -> str:
+    return device if device.startswith("cpu") else f"GPU {device}"
 
 
 def _torch_name(place: str) -> str:

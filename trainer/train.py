@@ -375,6 +375,8 @@ class Trainer:
         stop, asked, ends = map(bool, self.world.add([self.stop.came, request is not None, ends]))
         if not stop and not asked:
             return None
+        if stop and self.world.main and not self.stop.came:
+            say("another process of this run was told to stop: saving")
         wrong = self._save()
         if stop:
             return 0 if wrong is None else SAVE_FAILED

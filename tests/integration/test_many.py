@@ -184,6 +184,8 @@ def test_a_stop_reaches_all_at_one_step_whoever_was_told(
         until(lambda: "step 3/" in ranks.said())
         ranks.processes[rank].send_signal(signal.SIGTERM)
         assert ranks.wait() == [0, 0, 0, 0]
+    why = "SIGTERM received" if rank == 0 else "another process of this run was told to stop: saving"
+    assert why in ranks.said()
     steps = json.loads((tmp_path / "out" / "run" / "latest" / "state.json").read_text())["step"]
     assert f"step-{steps:08}" in ranks.said()
     beats = RunDir(tmp_path / "runs" / "run").heartbeats()

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 from trainer import checkpoint
+from trainer.__main__ import main
 from trainer.checkpoint import SaveError, State, newest, output_directory, save
 from trainer.errors import InputError
 
@@ -297,6 +299,18 @@ def test_one_trainer_at_a_time_writes_into_a_directory(tmp_path: Path) -> None:
         pass
     with output_directory(tmp_path / "out"):
         pass
+
+
+def test_several_processes_are_refused_there_before_any_of_them_is_started(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny.target_directory(tmp_path / "target")
+    flags = tiny.flags(target, tiny.data_directory(tmp_path / "data", target), tmp_path / "out")
+    with output_directory(tmp_path / "out"):
+        assert main([*flags, "--target-gpus", "cpu:0", "--drafter-gpus", "cpu:1"]) == 2
+    said = capfd.readouterr()
+    assert f"error: --output-dir {tmp_path}/out: another trainer is writing there" in said.err
+    assert "rank" not in said.out + said.err
 
 
 def test_a_start_that_is_refused_leaves_no_directory_behind(tmp_path: Path) -> None:

@@ -173,6 +173,14 @@ def test_a_recipe_for_eight_gpus_is_estimated_where_there_is_none(
     assert "--target-gpus 0,1,2,3,4" in capfd.readouterr().err
 
 
+def test_logits_take_no_more_than_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tiny.target_directory(tmp_path / "target")
+    data = tiny.data_directory(tmp_path / "data", target)
+    assert main([*tiny.flags(target, data, tmp_path / "out", max_anchors=2000), "--check-config"]) == 0
+    rows, vocabulary = 2000 * 3, 97
+    assert f"logits {rows * vocabulary * 4 / 1e6:,.0f} MB" in capsys.readouterr().out
+
+
 def test_one_device_holds_what_both_halves_need_once() -> None:
     found = estimate.estimate(SETTINGS, CONFIG, SimpleNamespace(**tiny.SHAPE), 0)
     (shapes, memory, time) = estimate.lines(SETTINGS, found, 0)

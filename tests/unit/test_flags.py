@@ -124,6 +124,7 @@ def test_the_defaults_that_flags_must_agree_with_are_the_trainers() -> None:
         {"target-gpus": [0, 1], "drafter-gpus": [1, 2]},
         {"target-gpus": [0], "drafter-gpus": [1], "device": "cuda"},
         {"target-gpus": [0, 1], "drafter-gpus": [0, 1]},
+        {"target-gpus": [1, 0], "drafter-gpus": [0, 1]},
         {"target-gpus": ["0+1", "2+3"], "drafter-gpus": [4]},
         {"target-gpus": ["0+1"], "drafter-gpus": ["2+3"]},
         {"target-gpus": ["0+1"], "drafter-gpus": [1]},

@@ -237,6 +237,15 @@ mark(f"saved-{rank}")
     run.process.stdout = open(os.devnull, "rb")  # noqa: SIM115 (closed with the others)
 
 
+def test_so_it_is_before_the_first_step_when_they_die_of_the_signal(start) -> None:
+    source = 'tell("phase loading")\nwhile True: say("loading\\n"); time.sleep(0.01)'
+    run = start(source, count=2)
+    run.wait_for("[0] loading")
+    run.process.stdout.close()
+    assert run.process.wait(TIMEOUT) == 141
+    run.process.stdout = open(os.devnull, "rb")  # noqa: SIM115 (closed with the others)
+
+
 # -- the end -----------------------------------------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
         (["--sample-blocks", "-1"], "--sample-blocks '-1' must be a whole number from 0"),
         (["--target-gpus", "0"], "--target-gpus needs --drafter-gpus beside it"),
         (["--drafter-gpus", "0"], "--drafter-gpus needs --target-gpus beside it"),
-        (["--target-gpus", "0,0", "--drafter-gpus", "1"], "--target-gpus 0,0 names a GPU twice"),
+        (["--target-gpus", "0,0", "--drafter-gpus", "1"], "--target-gpus 0,0 names GPU 0 twice"),
         (
             ["--target-gpus", "0,1", "--drafter-gpus", "1,2"],
             "--target-gpus 0,1 and --drafter-gpus 1,2 share GPU 1: give each GPU one role",
@@ -108,7 +108,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
         (["--target-gpus", "a", "--drafter-gpus", "0"], "--target-gpus 'a' must be numbers of GPUs"),
         (["--target-gpus", "0", "--drafter-gpus", "cpu:1"], "mix processes on the CPU with GPUs"),
         (["--target-gpus", "0", "--drafter-gpus", "1+2"], "only a target is spread over several; give 1,2"),
-        (["--target-gpus", "0+1,1", "--drafter-gpus", "2"], "--target-gpus 0+1,1 names a GPU twice"),
+        (["--target-gpus", "0+1,1", "--drafter-gpus", "2"], "--target-gpus 0+1,1 names GPU 1 twice"),
         (["--noise-type", "salt"], "--noise-type 'salt' must be uniform or gaussian"),
         (["--compile", "maybe"], "--compile 'maybe' must be auto or on or off"),
         (["--config", "/nowhere.yaml"], "--config /nowhere.yaml: cannot be read (No such file or directory)"),
@@ -483,6 +483,7 @@ def test_each_device_is_a_rank_with_its_role_and_drafters_come_first() -> None:
         "rank 0 (colocated on cpu:0)",
         "rank 1 (colocated on cpu:1)",
     ]
+    assert len(ranks("--target-gpus", "1,0", "--drafter-gpus", "0,1")) == 2
     assert ranks("--target-gpus", "3", "--drafter-gpus", "3") == ["rank 0 (colocated on cuda:3)"]
     assert ranks() == ["rank 0 (colocated on auto)"]
 
